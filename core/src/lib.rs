@@ -1,0 +1,2 @@
+// SPDX-License-Identifier: MIT
+//! FastWake's dispatcher: what the preload library, the runtime and the tools share.

@@ -1,0 +1,2 @@
+// SPDX-License-Identifier: MIT
+//! `libfastwake_shim.so`: the preload library.

@@ -1,0 +1,2 @@
+// SPDX-License-Identifier: MIT
+//! `libfastwake_softdev.so`: a verbs device in user space.

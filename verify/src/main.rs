@@ -1,0 +1,3 @@
+// SPDX-License-Identifier: MIT
+//! `fastwaked`: runs, measures and explains FastWake.
+fn main() {}
