@@ -47,26 +47,19 @@ impl Ring {
     fn new(members: usize, entry: fastwake::context::Entry) -> Ring {
         let own = Context::of_thread();
         let tls = own.tls();
-        let stacks: Vec<Stack> = (1..members)
-            .map(|_| Stack::new(64 << 10).expect("a stack"))
-            .collect();
+        let stacks: Vec<Stack> = (1..members).map(|_| Stack::new(64 << 10).expect("a stack")).collect();
         let mut contexts = vec![UnsafeCell::new(own)];
         contexts.extend((1..members).map(|_| UnsafeCell::new(Context::of_thread())));
         for i in 1..members {
-            let seat = Box::leak(Box::new(Seat {
-                own: contexts[i].get(),
-                next: contexts[(i + 1) % members].get(),
-            }));
+            let seat =
+                Box::leak(Box::new(Seat { own: contexts[i].get(), next: contexts[(i + 1) % members].get() }));
             let arg = (seat as *mut Seat).cast();
             // SAFETY: each stack is fresh and kept in the ring; nobody looks at the context yet.
             unsafe {
                 *contexts[i].get() = Context::on_stack(stacks[i - 1].top(), tls, entry, arg);
             }
         }
-        Ring {
-            contexts,
-            _stacks: stacks,
-        }
+        Ring { contexts, _stacks: stacks }
     }
 
     /// At least `switches` one-way switches, scaled to exactly that many.

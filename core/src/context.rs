@@ -5,10 +5,11 @@
 //! block, allocate, or touch `thread_local!` data: between two switches of the dispatcher the code
 //! that runs is one thread's and the kernel thread another's.
 //!
-//! Two switches: [`switch`] for contexts of one kernel thread that share its TLS (tasks; 2 to 5 ns),
-//! and [`switch_tls`] which carries the TLS base along (adopted threads; the instruction that writes
-//! it takes 14.7 ns alone on Zen 3). Both also exchange the floating-point control words, and the
-//! protection-key rights once [`use_pkeys`] has been called.
+//! Two switches: [`switch`] for contexts of one kernel thread that share its TLS (tasks; 2 to 4 ns),
+//! and [`switch_tls`] which carries the TLS base and the floating-point control words along (adopted
+//! threads; the instruction that writes the base takes 14.7 ns alone on Zen 3). A process that has
+//! called [`use_pkeys`] exchanges the protection-key rights too, and one that has called
+//! [`use_fp_control`] the control words between tasks.
 
 use std::fmt;
 use std::fs;
@@ -38,8 +39,8 @@ impl Context {
     /// A context that begins with `entry(arg, value)` on a stack of its own.
     ///
     /// `top` is its upper end, e.g. [`crate::stack::Stack::top`]. `tls` is the TLS base that it runs
-    /// with under [`switch_tls`]: [`Context::tls`] of the thread that it works for. It starts with
-    /// the floating-point control words of a new process.
+    /// with under [`switch_tls`]: [`Context::tls`] of the thread that it works for. Where control
+    /// words are exchanged it starts with those of a new process.
     ///
     /// # Safety
     /// The memory below `top` is writable, large enough for `entry`, aligned to 16 at `top`, used by
@@ -61,13 +62,14 @@ impl Context {
 /// # Safety
 /// - `from` is valid for writes until it is resumed, `to` for reads until `to` runs.
 /// - `to` is suspended: made by [`Context::on_stack`], or left by a switch and not resumed since.
-/// - Both run on this kernel thread, under this TLS base.
+/// - Both run on this kernel thread, under this TLS base, and `to` was not left by [`switch_tls`]:
+///   the two exchange different sets of registers.
 /// - What `to` goes on with may be resumed here: the caller answers for every lock and borrow that
 ///   the other stack holds.
 /// - [`check`] returned `Ok` on this thread.
 #[inline(always)]
 pub unsafe fn switch(from: *mut Context, to: *const Context, value: usize) -> usize {
-    let mode = arch::mode() & (arch::MODE_PKEYS | arch::MODE_UNDECIDED);
+    let mode = arch::mode() & (arch::MODE_PKEYS | arch::MODE_FP | arch::MODE_UNDECIDED);
     // SAFETY: the same contract; Context is transparent over Registers.
     unsafe {
         if mode == 0 {
@@ -86,15 +88,16 @@ pub unsafe fn switch(from: *mut Context, to: *const Context, value: usize) -> us
 /// [`Context::on_stack`].
 ///
 /// # Safety
-/// As [`switch`], except that `to` may have run on another kernel thread, provided that thread has
-/// left its stack for good (its own switch away happens before this one). `from` has the TLS base
-/// of the running code. Whatever belongs to the kernel thread and not to the context (signal mask,
+/// As [`switch`], with the two functions exchanged, except that `to` may have run on another kernel
+/// thread, provided that thread has left its stack (its own switch away happens before this one).
+/// `from` has the TLS base of the running code. Whatever belongs to the kernel thread and not to the context (signal mask,
 /// alternate signal stack, robust list, rseq) is the caller's care.
 #[inline(always)]
 pub unsafe fn switch_tls(from: *mut Context, to: *const Context, value: usize) -> usize {
+    let mode = arch::mode() & !arch::MODE_FP;
     // SAFETY: the same contract; Context is transparent over Registers.
     unsafe {
-        if arch::mode() == 0 {
+        if mode == 0 {
             arch::switch_tls(from.cast(), to.cast(), value)
         } else {
             let mode = arch::decide();
@@ -191,6 +194,13 @@ fn judge(shadow_stack: bool, mode: u8, status: impl FnOnce() -> String) -> Resul
 /// the process allocates its first key; contexts suspended before stay right.
 pub fn use_pkeys() {
     arch::use_pkeys();
+}
+
+/// From now on [`switch`] exchanges the floating-point control words (MXCSR, x87) as [`switch_tls`]
+/// always does. To be called before a task changes them; until then all tasks share those of their
+/// kernel thread. Costs about 15 ns a switch.
+pub fn use_fp_control() {
+    arch::use_fp_control();
 }
 
 /// For wrappers of signal handlers: a signal may come after a TLS switch has changed the stack and

@@ -6,7 +6,7 @@
 //! know of lanes, waiters or completion queues.
 //!
 //! Exported by each file: `Registers`, `Entry`, `switch`, `switch_tls`, `switch_slow`, `mode`,
-//! `use_pkeys`, `tls_base`, `pending_tls`, `shadow_stack` and the `MODE_*` bits.
+//! `decide`, `use_pkeys`, `use_fp_control`, `tls_base`, `pending_tls`, `shadow_stack` and the `MODE_*` bits.
 
 #[cfg(target_arch = "x86_64")]
 mod x86_64;

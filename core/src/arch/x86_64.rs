@@ -15,6 +15,11 @@
 //! line, and not on the stack, so SP never moves inside the switch and the caller's unwind tables
 //! stay right at each of its instructions.
 //!
+//! The two control words are always exchanged together with the TLS base, since adopted threads may
+//! be anybody's. Reading MXCSR alone costs 3 to 4 ns, more than the rest of a plain switch, so
+//! between tasks of one thread they are exchanged only if the process has said that it changes them
+//! (`use_fp_control`).
+//!
 //! ```text
 //!        Registers, 64 bytes, aligned to 64               a stack that has never run
 //!   +0  +-----------------------------+            top  +---------------------------+
@@ -79,8 +84,10 @@ pub(crate) const MODE_UNDECIDED: u8 = 1;
 pub(crate) const MODE_PKEYS: u8 = 2;
 /// The kernel does not let user space write the FS base: `arch_prctl` does it, 250 ns.
 pub(crate) const MODE_NO_FSGSBASE: u8 = 4;
+/// The floating-point control words are part of a context even where the TLS base is not.
+pub(crate) const MODE_FP: u8 = 8;
 /// Not a state of the process but of one call of [`switch_slow`]: leave the TLS base alone.
-pub(crate) const MODE_KEEP_TLS: u8 = 8;
+pub(crate) const MODE_KEEP_TLS: u8 = 16;
 
 /// What switches have to care for in this process. Relaxed everywhere: it is decided from constants
 /// of the machine, and `MODE_PKEYS` is set before the first key exists (a thread that gets to know
@@ -190,6 +197,12 @@ global_asm!(
     "2:",
     "mov rdx, r8",
     "3:",
+    // Without MODE_FP a plain switch leaves stale words behind: they are not to be loaded either.
+    "test r10b, {keep_tls}",
+    "je 7f",
+    "test r10b, {fp}",
+    "je 5f",
+    "7:",
     "mov eax, [rsi + {mxcsr}]",
     "cmp eax, [rdi + {mxcsr}]",
     "je 4f",
@@ -248,6 +261,7 @@ global_asm!(
     cw = const offset_of!(Registers, cw),
     pkru = const offset_of!(Registers, pkru),
     pkeys = const MODE_PKEYS,
+    fp = const MODE_FP,
     keep_tls = const MODE_KEEP_TLS,
     no_fsgsbase = const MODE_NO_FSGSBASE,
     arch_set_fs = const ARCH_SET_FS,
@@ -262,25 +276,22 @@ unsafe extern "C" {
     static fastwake_switch_slow_window: u8;
 }
 
-/// The switch itself, three times with another end. `$load` and `$end` are lists of instructions.
+/// The switch itself, with another way on for each use. `$on` is a list of instructions that ends
+/// by jumping.
 ///
 /// Registers at the labels:
 ///   start  RDI from   RSI to   RDX value   everything else the caller's
-///   `3`    RCX new SP   R8 where to go on   R9 new FS base   R10D new MXCSR   R11W new x87 CW
 ///   `2`    RDX value, as given by whoever switched here   RSP, RBP, RBX this context's own again
 ///          everything else undefined
 macro_rules! switch {
-    ($from:ident, $to:ident, $value:ident, [$($load:literal),*], [$($end:literal),*], $($operands:tt)*) => {
+    ($from:ident, $to:ident, $value:ident, [$($on:literal),*], $($operands:tt)*) => {
         asm!(
             "lea rax, [rip + 2f]",
             "mov [rdi + {sp}], rsp",
             "mov [rdi + {bp}], rbp",
             "mov [rdi + {bx}], rbx",
             "mov [rdi + {ip}], rax",
-            "stmxcsr [rdi + {mxcsr}]",
-            "fnstcw [rdi + {cw}]",
-            $($load,)*
-            $($end,)*
+            $($on,)*
             ".p2align 4",
             "2:",
             inout("rdi") $from => _,
@@ -294,8 +305,6 @@ macro_rules! switch {
             bp = const offset_of!(Registers, bp),
             bx = const offset_of!(Registers, bx),
             ip = const offset_of!(Registers, ip),
-            mxcsr = const offset_of!(Registers, mxcsr),
-            cw = const offset_of!(Registers, cw),
             $($operands)*
             clobber_abi("sysv64"),
         )
@@ -308,9 +317,9 @@ macro_rules! switch {
 /// See [`crate::context::switch`].
 #[inline(always)]
 pub(crate) unsafe fn switch(from: *mut Registers, to: *const Registers, mut value: usize) -> usize {
-    // SAFETY: `from` is written before anything of `to` is read into a register that matters, all
-    // registers are clobbers or saved (RSP, RBP, RBX), and control comes back to label 2 only
-    // through `from`, with those three restored. The caller vouches for `to`.
+    // SAFETY: everything of `to` that matters is read after `from` was written, all registers are
+    // clobbers or saved (RSP, RBP, RBX), and control comes back to label 2 only through `from`,
+    // with those three restored. The caller vouches for `to`.
     unsafe {
         switch!(
             from,
@@ -319,32 +328,22 @@ pub(crate) unsafe fn switch(from: *mut Registers, to: *const Registers, mut valu
             [
                 "mov rcx, [rsi + {sp}]",
                 "mov r8, [rsi + {ip}]",
-                "mov r10d, [rsi + {mxcsr}]",
-                "movzx r11d, word ptr [rsi + {cw}]",
                 "mov rbp, [rsi + {bp}]",
                 "mov rbx, [rsi + {bx}]",
-                "3:",
-                "cmp r10d, [rdi + {mxcsr}]",
-                "jne 5f",
-                "4:",
-                "cmp r11w, [rdi + {cw}]",
-                "jne 6f",
-                "7:"
-            ],
-            [
                 "mov rsp, rcx",
-                "jmp r8",
-                "5: ldmxcsr [rsi + {mxcsr}]",
-                "jmp 4b",
-                "6: fldcw [rsi + {cw}]",
-                "jmp 7b"
+                "jmp r8"
             ],
         );
     }
     value
 }
 
-/// [`switch`] with the TLS base.
+/// [`switch`] with the TLS base and the floating-point control words.
+///
+/// Before the tail: RCX new SP, R8 where to go on, R9 new FS base, RBP and RBX the new ones.
+///
+/// MXCSR is compared with its sticky flags, which natively are each thread's own too. Saving the
+/// two words costs 3 to 4 ns, a load that is needed about as much again.
 ///
 /// # Safety
 /// See [`crate::context::switch_tls`].
@@ -353,23 +352,27 @@ pub(crate) unsafe fn switch_tls(from: *mut Registers, to: *const Registers, mut 
     // SAFETY: as in `switch`; the tail changes SP and FS base and jumps, nothing else.
     unsafe {
         switch!(from, to, value,
-            ["mov rcx, [rsi + {sp}]",
+            ["stmxcsr [rdi + {mxcsr}]",
+             "fnstcw [rdi + {cw}]",
+             "mov rcx, [rsi + {sp}]",
              "mov r8, [rsi + {ip}]",
              "mov r9, [rsi + {tls}]",
              "mov r10d, [rsi + {mxcsr}]",
              "movzx r11d, word ptr [rsi + {cw}]",
              "mov rbp, [rsi + {bp}]",
              "mov rbx, [rsi + {bx}]",
-             "3:",
              "cmp r10d, [rdi + {mxcsr}]",
-             "jne 5f",
-             "4:",
+             "jne 4f",
+             "3:",
              "cmp r11w, [rdi + {cw}]",
              "je {tail}",
-             "fldcw [rsi + {cw}]"],
-            ["jmp {tail}",
-             "5: ldmxcsr [rsi + {mxcsr}]",
-             "jmp 4b"],
+             "fldcw [rsi + {cw}]",
+             "jmp {tail}",
+             "4:",
+             "ldmxcsr [rsi + {mxcsr}]",
+             "jmp 3b"],
+            mxcsr = const offset_of!(Registers, mxcsr),
+            cw = const offset_of!(Registers, cw),
             tls = const offset_of!(Registers, tls),
             tail = sym fastwake_switch_tls,
         );
@@ -377,7 +380,8 @@ pub(crate) unsafe fn switch_tls(from: *mut Registers, to: *const Registers, mut 
     value
 }
 
-/// Either switch, for processes with protection keys or without FSGSBASE, and for the first one.
+/// Either switch with whatever `mode` says, for processes that are not ordinary, and for the first
+/// switch of any.
 ///
 /// # Safety
 /// See [`crate::context::switch_tls`]; with [`MODE_KEEP_TLS`], [`crate::context::switch`].
@@ -389,10 +393,15 @@ pub(crate) unsafe fn switch_slow(
     mut value: usize,
     mode: u8,
 ) -> usize {
-    // SAFETY: as in `switch`; R10 is among the clobbers of the ABI and is not overlapped by an
+    // SAFETY: as in `switch`; R10 is among the clobbers of the ABI and is not overlapped by another
     // input, the out-of-line half restores RBP and RBX and jumps to `to`.
     unsafe {
-        switch!(from, to, value, [], ["jmp {slow}"],
+        switch!(from, to, value,
+            ["stmxcsr [rdi + {mxcsr}]",
+             "fnstcw [rdi + {cw}]",
+             "jmp {slow}"],
+            mxcsr = const offset_of!(Registers, mxcsr),
+            cw = const offset_of!(Registers, cw),
             slow = sym fastwake_switch_slow,
             inout("r10") usize::from(mode) => _,
         );
@@ -428,6 +437,11 @@ pub(crate) fn use_pkeys() {
     if has_pkru() {
         MODE.fetch_or(MODE_PKEYS, Ordering::Relaxed);
     }
+}
+
+/// From now on plain switches exchange the floating-point control words as well.
+pub(crate) fn use_fp_control() {
+    MODE.fetch_or(MODE_FP, Ordering::Relaxed);
 }
 
 /// Whether the kernel has switched protection keys on (CPUID.7.0:ECX.OSPKE). Asked once: CPUID
