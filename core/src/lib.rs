@@ -3,11 +3,21 @@
 
 mod arch;
 pub mod arm;
+pub mod channel;
 pub mod clock;
 pub mod context;
+pub mod counters;
+pub mod cq;
+pub mod idle;
+pub mod lane;
 pub mod lock;
 pub mod logger;
+pub mod neighbours;
+pub mod pool;
 pub mod settings;
 pub mod stack;
 pub mod stash;
 pub mod table;
+pub mod wait;
+pub mod waiter;
+pub mod watchdog;

@@ -51,17 +51,13 @@ impl Lock {
     fn lock_slow(&self) {
         let mut spins = 0;
         loop {
-            match self.0.load(Ordering::Relaxed) {
-                FREE => {
-                    if self.0.compare_exchange(FREE, WANTED, Ordering::Acquire, Ordering::Relaxed).is_ok() {
-                        return;
-                    }
-                }
-                HELD => {
-                    // Whoever loses this exchange looks again: nothing depends on winning it.
-                    let _ = self.0.compare_exchange(HELD, WANTED, Ordering::Relaxed, Ordering::Relaxed);
-                }
-                _ => {}
+            let seen = self.0.load(Ordering::Relaxed);
+            // Marked WANTED when taken, too: others may be waiting still.
+            if seen != WANTED
+                && self.0.compare_exchange(seen, WANTED, Ordering::Acquire, Ordering::Relaxed).is_ok()
+                && seen == FREE
+            {
+                return;
             }
             spins += 1;
             if spins % SPINS == 0 {

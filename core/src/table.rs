@@ -68,31 +68,32 @@ impl Slots {
     }
 }
 
-/// The map. `K` and `V` are what the addresses point to; the map itself never follows them.
-pub struct Table<K, V> {
+/// The map, from addresses of `K`, which are never followed, to accounts that live for ever.
+pub struct Table<K, V: 'static> {
     current: AtomicPtr<Slots>,
     /// Keys that occupy slots, removed ones included.
     used: Mutex<usize>,
-    types: PhantomData<(fn(*mut K), *mut V)>,
+    keys: PhantomData<fn(*mut K)>,
+    values: PhantomData<&'static V>,
 }
 
-// SAFETY: the map holds addresses as integers and never follows them.
-unsafe impl<K, V> Send for Table<K, V> {}
-// SAFETY: as above; changes are made under the lock, look-ups through atomics.
-unsafe impl<K, V> Sync for Table<K, V> {}
-
-impl<K, V> Table<K, V> {
+impl<K, V: 'static> Table<K, V> {
     /// An empty map that has allocated nothing.
     pub const fn new() -> Self {
-        Table { current: AtomicPtr::new(ptr::null_mut()), used: Mutex::new(0), types: PhantomData }
+        Table {
+            current: AtomicPtr::new(ptr::null_mut()),
+            used: Mutex::new(0),
+            keys: PhantomData,
+            values: PhantomData,
+        }
     }
 
-    /// What is known of `key`; null where nothing is.
+    /// What is known of `key`.
     #[inline]
-    pub fn get(&self, key: *mut K) -> *mut V {
+    pub fn get(&self, key: *mut K) -> Option<&'static V> {
         let current = self.current.load(Ordering::Acquire);
         if current.is_null() {
-            return ptr::null_mut();
+            return None;
         }
         // SAFETY: a published table is never freed.
         let table = unsafe { &*current };
@@ -101,15 +102,18 @@ impl<K, V> Table<K, V> {
             // SAFETY: `first` and `next` stay below the length, a power of two.
             let slot = unsafe { table.slots.get_unchecked(index) };
             match slot.key.load(Ordering::Acquire) {
-                k if k == key as usize => return slot.value.load(Ordering::Relaxed) as *mut V,
-                FREE => return ptr::null_mut(),
+                k if k == key as usize => {
+                    // SAFETY: `insert` put a reference there that lives for ever, before the key.
+                    return unsafe { (slot.value.load(Ordering::Relaxed) as *const V).as_ref() };
+                }
+                FREE => return None,
                 _ => index = table.next(index),
             }
         }
     }
 
     /// Makes `value` what is known of `key`, an address that is neither null nor odd.
-    pub fn insert(&self, key: *mut K, value: *mut V) {
+    pub fn insert(&self, key: *mut K, value: &'static V) {
         let mut used = self.used.lock();
         let mut current = self.current.load(Ordering::Relaxed);
         // SAFETY: a published table is never freed.
@@ -118,7 +122,7 @@ impl<K, V> Table<K, V> {
             current = self.grow(current, &mut used);
         }
         // SAFETY: as above; the lock is held and a quarter of the slots at least is free.
-        unsafe { &*current }.put(key as usize, value as usize);
+        unsafe { &*current }.put(key as usize, ptr::from_ref(value) as usize);
         *used += 1;
     }
 
@@ -156,7 +160,7 @@ impl<K, V> Table<K, V> {
     }
 }
 
-impl<K, V> Default for Table<K, V> {
+impl<K, V: 'static> Default for Table<K, V> {
     fn default() -> Self {
         Self::new()
     }
@@ -170,26 +174,26 @@ mod tests {
     #[test]
     fn behaves_as_a_map_through_growth_and_removal() {
         let table: Table<u64, u64> = Table::new();
+        let values: &'static [u64] = Box::leak((0..20_000).collect());
         let mut model = HashMap::new();
         let mut seed = 1u64;
-        for step in 0..20_000u64 {
+        for value in values {
             seed = seed.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
             let key = ((seed >> 33) % 700 + 1) * 64;
             if seed >> 20 & 3 == 0 {
                 table.remove(key as *mut u64);
                 model.remove(&key);
             } else {
-                table.insert(key as *mut u64, step as *mut u64);
-                model.insert(key, step);
+                table.insert(key as *mut u64, value);
+                model.insert(key, value);
             }
             let probe = ((seed >> 40) % 700 + 1) * 64;
-            let found = table.get(probe as *mut u64) as u64;
-            assert_eq!(found, model.get(&probe).copied().unwrap_or(0));
+            assert_eq!(table.get(probe as *mut u64), model.get(&probe).copied());
         }
     }
 
     #[test]
     fn an_empty_table_knows_nothing() {
-        assert!(Table::<u8, u8>::new().get(64 as *mut u8).is_null());
+        assert!(Table::<u8, u8>::new().get(64 as *mut u8).is_none());
     }
 }

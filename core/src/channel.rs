@@ -1,0 +1,418 @@
+// SPDX-License-Identifier: MIT
+//! A completion channel: who waits on it, in which mode it is, and how a wait goes.
+//!
+//! In **kernel mode** every request goes to the hardware and waits are the kernel's. A channel is
+//! **served** once a thread really had to wait on it: requests are then only noted, and the waiter
+//! polls the channel's CQs in place, on its own stack. Before it sleeps it gives what is noted to
+//! the hardware, looks once more, and sleeps in the real `ibv_get_cq_event`. On a served channel a
+//! kernel event is only a hint; the rings decide.
+//!
+//! One waiter at a time polls a channel. It holds the channel's lock meanwhile, and lends it to
+//! whoever wants it. A second waiter sends the channel back to kernel mode, as do the watchdog
+//! (requests that nobody watches), `fork`, and other ways to wait on the channel's descriptor.
+
+use std::cell::UnsafeCell;
+use std::ffi::{c_int, c_uint, c_void};
+use std::ptr;
+use std::sync::atomic::{AtomicBool, AtomicI32, AtomicPtr, AtomicU64, AtomicU8, Ordering};
+
+use rdma_sys::{ibv_comp_channel, ibv_cq};
+
+use crate::arm::Verdict;
+use crate::clock;
+use crate::counters::{Counter, COUNTERS};
+use crate::cq::Cq;
+use crate::idle::Expectation;
+use crate::lock::Lock;
+use crate::pool::Pool;
+use crate::table::Table;
+use crate::watchdog;
+
+/// `ibv_get_cq_event` of the library below.
+pub type GetCqEvent =
+    unsafe extern "C" fn(*mut ibv_comp_channel, *mut *mut ibv_cq, *mut *mut c_void) -> c_int;
+/// `ibv_ack_cq_events` of the library below.
+pub type AckCqEvents = unsafe extern "C" fn(*mut ibv_cq, c_uint);
+
+/// Nanoseconds that a channel stays in kernel mode after two threads waited on it at once.
+const SHARED_NS: u64 = 100_000_000;
+
+/// The accounts of the application's CQs, by the CQ's address.
+pub static CQS: Table<ibv_cq, Cq> = Table::new();
+/// The accounts of its channels.
+pub static CHANNELS: Table<ibv_comp_channel, Channel> = Table::new();
+
+static POOL: Pool<Channel> = Pool::new();
+
+/// Makes the kernel report an event that the hardware does not: a private CQ on the channel, whose
+/// completions it can cause at will.
+pub trait Kick: Send {
+    /// Causes one kernel event of the private CQ; false where that failed.
+    fn kick(&mut self) -> bool;
+    /// Takes what an event of the private CQ left behind, after it was read.
+    fn settle(&mut self);
+    /// The private CQ.
+    fn cq(&self) -> *mut ibv_cq;
+}
+
+/// Who answers requests.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u8)]
+pub(crate) enum Mode {
+    /// The kernel.
+    Kernel,
+    /// Waiters that look.
+    Served,
+    /// Nobody: the channel was destroyed.
+    Gone,
+}
+
+/// What is known of a kernel event that was read.
+pub(crate) enum Record {
+    /// The application's, as it came.
+    Native(*mut ibv_cq),
+    /// The application's, made by us and brought by the private CQ's event.
+    Forced(&'static Cq),
+    /// Nobody's.
+    Swallowed,
+}
+
+/// What is guarded by the lock.
+#[derive(Default)]
+pub(crate) struct Inner {
+    pub(crate) cqs: Vec<&'static Cq>,
+    /// Where the next sweep begins.
+    pub(crate) next: usize,
+    kick: Option<Box<dyn Kick>>,
+    /// Kernel events forced and not read yet.
+    pub(crate) kicks_out: u32,
+    pub(crate) expectation: Expectation,
+    /// When the waiter that sleeps began to wait, in ticks; 0 where none does.
+    pub(crate) asleep_since: u64,
+    /// When the descriptor is looked at next, and the gap after that, in ticks.
+    pub(crate) hint_at: u64,
+    pub(crate) hint_gap: u64,
+    pub(crate) below: Option<(GetCqEvent, AckCqEvents)>,
+}
+
+/// A completion channel.
+pub struct Channel {
+    pub(crate) lock: Lock,
+    mode: AtomicU8,
+    /// A waiter polls: it holds the lock, or yields its core and will take it again.
+    pub(crate) polled: AtomicBool,
+    /// Threads in the real `ibv_get_cq_event`.
+    sleeping: AtomicI32,
+    /// Never served: a CQ on it is out of our reach, or the private pair could not be made.
+    never: AtomicBool,
+    /// Not served before this time: several threads wait on it.
+    not_before: AtomicU64,
+    /// Waits begun, so that the watchdog can tell a busy channel from a deserted one.
+    pub(crate) waits: Counter,
+    /// `waits` when the watchdog last found requests that nobody watched.
+    deserted_at: AtomicU64,
+    real: AtomicPtr<ibv_comp_channel>,
+    inner: UnsafeCell<Inner>,
+    pub(crate) inplace: Counter,
+}
+
+// SAFETY: `inner` is touched under `lock` only; everything else is atomic.
+unsafe impl Sync for Channel {}
+// SAFETY: nothing in it belongs to a thread.
+unsafe impl Send for Channel {}
+
+impl Default for Channel {
+    fn default() -> Self {
+        Channel {
+            lock: Lock::new(),
+            mode: AtomicU8::new(Mode::Gone as u8),
+            polled: AtomicBool::new(false),
+            sleeping: AtomicI32::new(0),
+            never: AtomicBool::new(false),
+            not_before: AtomicU64::new(0),
+            waits: Counter::new(),
+            deserted_at: AtomicU64::new(u64::MAX),
+            real: AtomicPtr::new(ptr::null_mut()),
+            inner: UnsafeCell::new(Inner::default()),
+            inplace: Counter::new(),
+        }
+    }
+}
+
+impl Channel {
+    /// Starts to keep account of `real`; `get` and `ack` are the library's below.
+    ///
+    /// # Safety
+    /// `real` is a live channel and stays live until [`Channel::forget`].
+    pub unsafe fn new(real: *mut ibv_comp_channel, get: GetCqEvent, ack: AckCqEvents) -> &'static Channel {
+        let channel = POOL.take();
+        channel.locked(|inner| {
+            *inner = Inner { below: Some((get, ack)), ..Inner::default() };
+            channel.real.store(real, Ordering::Relaxed);
+            channel.never.store(false, Ordering::Relaxed);
+            channel.not_before.store(0, Ordering::Relaxed);
+            channel.deserted_at.store(u64::MAX, Ordering::Relaxed);
+            channel.set_mode(Mode::Kernel);
+        });
+        CHANNELS.insert(real, channel);
+        channel
+    }
+
+    /// Takes the lock and lends what it guards.
+    pub(crate) fn locked<R>(&self, f: impl FnOnce(&mut Inner) -> R) -> R {
+        // SAFETY: the lock is held while the reference lives.
+        self.lock.with(|| f(unsafe { self.inner() }))
+    }
+
+    /// What the lock guards.
+    ///
+    /// # Safety
+    /// The caller holds the lock, and no other reference to this lives.
+    #[allow(clippy::mut_from_ref)]
+    pub(crate) unsafe fn inner(&self) -> &mut Inner {
+        // SAFETY: as the caller says.
+        unsafe { &mut *self.inner.get() }
+    }
+
+    /// The application's channel; null once it is destroyed.
+    pub fn real(&self) -> *mut ibv_comp_channel {
+        self.real.load(Ordering::Relaxed)
+    }
+
+    /// The channel's descriptor; -1 once it is destroyed.
+    pub fn fd(&self) -> c_int {
+        // SAFETY: live until `forget`, after which the pointer is null.
+        unsafe { self.real().as_ref() }.map_or(-1, |real| real.fd)
+    }
+
+    #[inline]
+    pub(crate) fn mode(&self) -> Mode {
+        match self.mode.load(Ordering::Relaxed) {
+            0 => Mode::Kernel,
+            1 => Mode::Served,
+            _ => Mode::Gone,
+        }
+    }
+
+    fn set_mode(&self, mode: Mode) {
+        self.mode.store(mode as u8, Ordering::Relaxed);
+    }
+
+    /// Whether the channel is served.
+    pub fn is_served(&self) -> bool {
+        self.mode() == Mode::Served
+    }
+
+    /// Whether requests go to the hardware. Asked under the CQ's lock: who leaves served mode or
+    /// falls asleep takes that lock afterwards, so a request noted just before is found.
+    #[inline]
+    pub(crate) fn arms_hardware(&self) -> bool {
+        self.mode() != Mode::Served || self.asleep()
+    }
+
+    /// Whether a thread sleeps in the real `ibv_get_cq_event`.
+    #[inline]
+    pub(crate) fn asleep(&self) -> bool {
+        self.sleeping.load(Ordering::Relaxed) > 0
+    }
+
+    pub(crate) fn sleepers(&self, change: i32) {
+        self.sleeping.fetch_add(change, Ordering::SeqCst);
+    }
+
+    /// Adds a CQ that reports to this channel.
+    pub fn add(&'static self, cq: &'static Cq) {
+        cq.set_channel(Some(self));
+        self.locked(|inner| inner.cqs.push(cq));
+    }
+
+    /// Takes a CQ out: afterwards no look touches its ring.
+    pub fn remove(&self, cq: &Cq) {
+        self.locked(|inner| {
+            inner.cqs.retain(|other| !ptr::eq(*other, cq));
+            inner.next = 0;
+        });
+    }
+
+    /// Never serves this channel: something reports to it that looks cannot reach.
+    pub fn never_serve(&self) {
+        self.never.store(true, Ordering::Relaxed);
+        self.to_kernel();
+    }
+
+    /// Whether the channel may be served at `now`.
+    pub(crate) fn may_serve(&self, now: u64) -> bool {
+        !self.never.load(Ordering::Relaxed)
+            && now >= self.not_before.load(Ordering::Relaxed)
+            && !self.asleep()
+    }
+
+    /// Keeps the channel in kernel mode for a while: two threads wait on it.
+    pub(crate) fn shared_now(&self) {
+        COUNTERS.shared_channel.add(1);
+        self.not_before.store(clock::now() + clock::ticks(SHARED_NS), Ordering::Relaxed);
+        self.to_kernel();
+    }
+
+    /// Starts to serve the channel, if that can be done now. `make_kick` makes the private CQ where
+    /// there is none yet; without it the channel is never served.
+    pub fn serve(&self, make_kick: impl FnOnce(*mut ibv_comp_channel) -> Option<Box<dyn Kick>>) {
+        let started = watchdog::start();
+        self.locked(|inner| {
+            if self.mode() != Mode::Kernel || !self.may_serve(clock::now()) {
+                return;
+            }
+            if started && inner.kick.is_none() {
+                inner.kick = make_kick(self.real());
+            }
+            // SAFETY: not destroyed, or the mode would say so.
+            let reporting = unsafe { (*self.real()).refcnt };
+            if inner.kick.is_none() || reporting != inner.cqs.len() as c_int + 1 {
+                self.never.store(true, Ordering::Relaxed);
+                return;
+            }
+            inner.hint_gap = 0;
+            self.set_mode(Mode::Served);
+            COUNTERS.to_served.add(1);
+        });
+    }
+
+    /// Falls back to kernel mode: what is noted goes to the hardware, and the kernel is made to
+    /// report the events that the hardware does not.
+    pub fn to_kernel(&self) {
+        self.locked(|inner| self.to_kernel_locked(inner));
+    }
+
+    pub(crate) fn to_kernel_locked(&self, inner: &mut Inner) {
+        if self.mode() != Mode::Served {
+            return;
+        }
+        // Before the CQs are settled, each under its lock: see `arms_hardware`.
+        self.set_mode(Mode::Kernel);
+        COUNTERS.to_kernel.add(1);
+        let owed: u32 = inner.cqs.iter().map(|cq| cq.settle()).sum();
+        if let Some(kick) = &mut inner.kick {
+            while inner.kicks_out < owed && kick.kick() {
+                inner.kicks_out += 1;
+                COUNTERS.kicks.add(1);
+            }
+        }
+        if inner.kicks_out < owed {
+            log::error!("a kernel event could not be forced; the completion channel may miss a wake-up");
+        }
+    }
+
+    /// Decides whose a kernel event of the CQ `real` is, and acknowledges it unless it is the
+    /// application's.
+    pub(crate) fn record(&self, inner: &mut Inner, real: *mut ibv_cq) -> Record {
+        if inner.kick.as_ref().is_some_and(|kick| kick.cq() == real) {
+            inner.kicks_out = inner.kicks_out.saturating_sub(1);
+            self.acknowledge(inner, real);
+            if let Some(kick) = &mut inner.kick {
+                kick.settle();
+            }
+            return inner
+                .cqs
+                .iter()
+                .find(|cq| cq.take_owed())
+                .map_or(Record::Swallowed, |cq| Record::Forced(cq));
+        }
+        let verdict = match CQS.get(real) {
+            Some(cq) => cq.record(self.is_served()),
+            None => Verdict::Deliver,
+        };
+        if verdict == Verdict::Deliver {
+            return Record::Native(real);
+        }
+        COUNTERS.hints.add(1);
+        self.acknowledge(inner, real);
+        Record::Swallowed
+    }
+
+    fn acknowledge(&self, inner: &Inner, real: *mut ibv_cq) {
+        if let Some((_, ack)) = inner.below {
+            // SAFETY: an event of this CQ was read, so the CQ cannot go before it is acknowledged.
+            unsafe { ack(real, 1) };
+        }
+    }
+
+    /// One look of the watchdog. True while it must look again soon; `act` where it looked once
+    /// before, a moment ago.
+    pub(crate) fn watch(&self, act: bool) -> Watch {
+        // Held means watched, and a poller that yields its core is one, too.
+        if self.mode() != Mode::Served || self.asleep() {
+            return Watch::Quiet;
+        }
+        if self.polled.load(Ordering::Relaxed) || !self.lock.try_lock() {
+            return Watch::Busy;
+        }
+        // SAFETY: the lock is held.
+        let inner = unsafe { self.inner() };
+        let waits = self.waits.get();
+        let watch = if self.polled.load(Ordering::Relaxed) {
+            Watch::Busy
+        } else if !inner.cqs.iter().any(|cq| cq.unwatched()) {
+            Watch::Quiet
+        } else if act && self.deserted_at.load(Ordering::Relaxed) == waits {
+            COUNTERS.watchdog_arms.add(1);
+            self.to_kernel_locked(inner);
+            Watch::Quiet
+        } else {
+            self.deserted_at.store(waits, Ordering::Relaxed);
+            Watch::Deserted
+        };
+        self.lock.unlock();
+        watch
+    }
+
+    /// Takes the private CQ away, so that the channel can be destroyed; the caller drops it.
+    pub fn take_kick(&self) -> Option<Box<dyn Kick>> {
+        self.to_kernel();
+        self.locked(|inner| inner.kick.take())
+    }
+
+    /// CQs that report to the channel, the private one not counted.
+    pub fn reporting(&self) -> usize {
+        self.locked(|inner| inner.cqs.len())
+    }
+
+    /// Ends the account of a channel that is destroyed. A waiter finds it gone.
+    pub fn forget(&'static self) {
+        CHANNELS.remove(self.real());
+        self.locked(|inner| {
+            self.set_mode(Mode::Gone);
+            self.real.store(ptr::null_mut(), Ordering::Relaxed);
+            *inner = Inner::default();
+        });
+        COUNTERS.inplace.add(self.inplace.take());
+        // A waiter that was left behind still holds the object; it is not used again.
+        if !self.polled.load(Ordering::Relaxed) && !self.asleep() {
+            POOL.give_back(self);
+        }
+    }
+
+    /// Shows `f` every channel that is not destroyed.
+    pub fn each(mut f: impl FnMut(&'static Channel)) {
+        POOL.each(|channel| {
+            if channel.mode() != Mode::Gone {
+                f(channel);
+            }
+        });
+    }
+
+    /// Adds the counters of all live channels to those of the process; once, at exit.
+    pub fn fold_counters() {
+        POOL.each(|channel| COUNTERS.inplace.add(channel.inplace.take()));
+    }
+}
+
+/// What the watchdog found.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Watch {
+    /// Nothing to watch: the next noted request wakes the watchdog.
+    Quiet,
+    /// Watched by a waiter that polls.
+    Busy,
+    /// Requests that nobody watches right now.
+    Deserted,
+}

@@ -1,0 +1,409 @@
+// SPDX-License-Identifier: MIT
+//! A completion queue that belongs to a completion channel.
+//!
+//! The application's CQ stays the real one. Beside it stand the arm record, the count of completions
+//! that the CQ has seen, the events made for it, and the stash. All of them are touched under the
+//! CQ's lock: by the application's `poll_cq` and `req_notify_cq`, and by looks. A look only tries
+//! the lock, because its holder may be preempted on this very core.
+
+use std::cell::UnsafeCell;
+use std::ffi::c_int;
+use std::mem::MaybeUninit;
+use std::ptr;
+use std::sync::atomic::{AtomicPtr, AtomicU32, AtomicU64, Ordering};
+
+use rdma_sys::{ibv_cq, ibv_wc};
+
+use crate::arm::{Arm, Ring, Verdict};
+use crate::channel::Channel;
+use crate::counters::{Counter, COUNTERS};
+use crate::lock::Lock;
+use crate::pool::Pool;
+use crate::stash::Stash;
+use crate::watchdog;
+
+/// `poll_cq` of a provider.
+pub type PollCq = unsafe extern "C" fn(*mut ibv_cq, c_int, *mut ibv_wc) -> c_int;
+/// `req_notify_cq` of a provider.
+pub type ReqNotifyCq = unsafe extern "C" fn(*mut ibv_cq, c_int) -> c_int;
+
+/// Completions taken from the provider at once.
+const BATCH: usize = 8;
+
+/// What is guarded by the lock.
+#[derive(Default)]
+struct Inner {
+    ops: Option<(PollCq, ReqNotifyCq)>,
+    stash: Stash,
+    /// Completions kept at most: the CQ's own size, beyond which the provider's overflow counts.
+    room: usize,
+    /// Completions seen since the CQ was made: polled by the application, or kept.
+    seen: u64,
+    /// Events handed out that the kernel does not know of; `ibv_destroy_cq` must not wait for them.
+    made: u64,
+}
+
+/// A completion queue.
+pub struct Cq {
+    real: AtomicPtr<ibv_cq>,
+    channel: AtomicPtr<Channel>,
+    lock: Lock,
+    /// Changed under the lock; read without it to see whether a look is worth while.
+    arm: AtomicU64,
+    /// Events that are due for earlier requests and that nobody has taken; changed as `arm` is.
+    owed: AtomicU32,
+    inner: UnsafeCell<Inner>,
+    noted: Counter,
+}
+
+// SAFETY: `inner` is touched under `lock` only; everything else is atomic.
+unsafe impl Sync for Cq {}
+// SAFETY: nothing in it belongs to a thread.
+unsafe impl Send for Cq {}
+
+static POOL: Pool<Cq> = Pool::new();
+
+/// What a look found.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Look {
+    /// An event; the request is answered.
+    Event,
+    /// None.
+    Nothing,
+}
+
+impl Default for Cq {
+    fn default() -> Self {
+        Cq {
+            real: AtomicPtr::new(ptr::null_mut()),
+            channel: AtomicPtr::new(ptr::null_mut()),
+            lock: Lock::new(),
+            arm: AtomicU64::new(0),
+            owed: AtomicU32::new(0),
+            inner: UnsafeCell::new(Inner::default()),
+            noted: Counter::new(),
+        }
+    }
+}
+
+impl Cq {
+    /// Starts to keep account of `real`, whose provider has the given operations.
+    ///
+    /// # Safety
+    /// `real` is a live CQ with a completion channel, to which the operations belong, and stays
+    /// live until [`Cq::forget`].
+    pub unsafe fn new(real: *mut ibv_cq, poll: PollCq, req_notify: ReqNotifyCq) -> &'static Cq {
+        let cq = POOL.take();
+        cq.lock.with(|| {
+            // SAFETY: the lock is held; the CQ is live.
+            let (inner, room) = unsafe { (&mut *cq.inner.get(), (*real).cqe) };
+            *inner = Inner { ops: Some((poll, req_notify)), room: room.max(1) as usize, ..Inner::default() };
+            cq.real.store(real, Ordering::Relaxed);
+        });
+        cq
+    }
+
+    /// The application's CQ.
+    pub fn real(&self) -> *mut ibv_cq {
+        self.real.load(Ordering::Relaxed)
+    }
+
+    /// The channel that it reports to.
+    pub fn channel(&self) -> Option<&'static Channel> {
+        // SAFETY: channels live in a pool that is never freed.
+        unsafe { self.channel.load(Ordering::Relaxed).as_ref() }
+    }
+
+    pub(crate) fn set_channel(&self, channel: Option<&'static Channel>) {
+        self.channel
+            .store(channel.map_or(ptr::null_mut(), |c| ptr::from_ref(c).cast_mut()), Ordering::Relaxed);
+    }
+
+    fn arm(&self) -> Arm {
+        Arm(self.arm.load(Ordering::Relaxed))
+    }
+
+    fn set_arm(&self, arm: Arm) {
+        self.arm.store(arm.0, Ordering::Relaxed);
+    }
+
+    fn owed(&self) -> u32 {
+        self.owed.load(Ordering::Relaxed)
+    }
+
+    fn owe(&self, more: u32) {
+        self.owed.store(self.owed() + more, Ordering::Relaxed);
+    }
+
+    /// Takes one of the events that are owed.
+    fn pay(&self) -> bool {
+        let owed = self.owed();
+        self.owed.store(owed.saturating_sub(1), Ordering::Relaxed);
+        owed > 0
+    }
+
+    /// Takes the lock and lends what it guards.
+    #[inline]
+    fn locked<R>(&self, f: impl FnOnce(&mut Inner) -> R) -> R {
+        // SAFETY: the lock is held while the reference lives.
+        self.lock.with(|| f(unsafe { &mut *self.inner.get() }))
+    }
+
+    /// The application polls.
+    ///
+    /// # Safety
+    /// As for `ibv_poll_cq`: `wcs` has room for `room` completions.
+    #[inline]
+    pub unsafe fn poll(&self, room: c_int, wcs: *mut ibv_wc) -> c_int {
+        self.locked(|inner| {
+            if !inner.stash.is_empty() && room > 0 {
+                // Everything that an arm has counted lies in the stash: to hand out only that may
+                // return fewer than there are, as any poll may, and never hides one from an event.
+                // SAFETY: the caller vouches for `wcs`.
+                return unsafe { inner.stash.pop_into(wcs, room as usize) } as c_int;
+            }
+            // SAFETY: the caller vouches for `wcs`; the CQ is live.
+            let n = unsafe { inner.poll_real(self.real(), room, wcs) };
+            inner.seen += n.max(0) as u64;
+            n
+        })
+    }
+
+    /// The application asks for an event; returns what `ibv_req_notify_cq` does.
+    #[inline]
+    pub fn request(&self, solicited: bool) -> c_int {
+        let channel = self.channel();
+        self.locked(|inner| {
+            let full = !inner.drain(self.real());
+            let to_hardware = full || channel.is_none_or(Channel::arms_hardware);
+            let request = self.arm().request(solicited, inner.seen, to_hardware);
+            self.owe(u32::from(request.owed));
+            let rc = match request.ring {
+                Ring::No => 0,
+                Ring::Next => inner.ring(self.real(), false),
+                Ring::Solicited => inner.ring(self.real(), true),
+            };
+            if rc == 0 {
+                self.set_arm(request.arm);
+            }
+            if request.ring == Ring::No {
+                self.noted.bump();
+                watchdog::noted();
+            }
+            rc
+        })
+    }
+
+    /// Looks for an event and takes it. Without anything asked or owed it costs one load.
+    #[inline(always)]
+    pub(crate) fn look(&self) -> Look {
+        if !self.worth_a_look() || !self.lock.try_lock() {
+            return Look::Nothing;
+        }
+        // SAFETY: the lock is held.
+        let inner = unsafe { &mut *self.inner.get() };
+        inner.drain(self.real());
+        let look = self.take(inner);
+        self.lock.unlock();
+        look
+    }
+
+    /// Takes an event that is owed or due.
+    #[inline]
+    fn take(&self, inner: &mut Inner) -> Look {
+        if self.pay() {
+            // An older request's, whose event comes first.
+        } else if self.arm().due(inner.seen) {
+            self.set_arm(self.arm().answered());
+        } else {
+            return Look::Nothing;
+        }
+        inner.made += 1;
+        Look::Event
+    }
+
+    /// Whether a look could find an event.
+    #[inline(always)]
+    pub(crate) fn worth_a_look(&self) -> bool {
+        self.arm().watchable() || self.owed() > 0
+    }
+
+    /// Whether something waits for a look that nobody else would ever take.
+    pub(crate) fn unwatched(&self) -> bool {
+        self.arm().noted() || self.owed() > 0
+    }
+
+    /// The request and what the hardware holds, as seen without the lock.
+    pub(crate) fn state(&self) -> Arm {
+        self.arm()
+    }
+
+    /// Whether the kernel has an event for the application, or is about to.
+    pub(crate) fn kernel_event_ready(&self) -> bool {
+        self.locked(|inner| {
+            inner.drain(self.real());
+            self.owed() > 0 || (self.arm().due(inner.seen) && !self.arm().noted())
+        })
+    }
+
+    /// Gives a request that is only noted to the hardware and looks again, because most hardware
+    /// reports no completion that was there before. True where an event is ready now.
+    pub(crate) fn arm_hardware(&self) -> bool {
+        self.locked(|inner| {
+            self.ring_noted(inner);
+            self.owed() > 0 || self.arm().due(inner.seen)
+        })
+    }
+
+    /// Arms the hardware for a request that is only noted and not answered yet.
+    fn ring_noted(&self, inner: &mut Inner) {
+        inner.drain(self.real());
+        if self.arm().noted() && !self.arm().due(inner.seen) && inner.ring(self.real(), false) == 0 {
+            self.set_arm(self.arm().armed());
+            inner.drain(self.real());
+        }
+    }
+
+    /// Leaves served mode: what is noted goes to the hardware, and events that the kernel will not
+    /// report are owed. Returns how many are.
+    pub(crate) fn settle(&self) -> u32 {
+        self.locked(|inner| {
+            if self.arm().noted() {
+                self.ring_noted(inner);
+                // Due already, it never reaches the hardware. Due just after it did, nobody knows
+                // whether the hardware saw the completion: made here, its own event is swallowed.
+                if self.arm().due(inner.seen) {
+                    self.owe(1);
+                    self.set_arm(self.arm().answered());
+                }
+            }
+            self.owed()
+        })
+    }
+
+    /// A kernel event of this CQ was read; decides whether the application gets it. `hint` is true
+    /// on a served channel.
+    pub(crate) fn record(&self, hint: bool) -> Verdict {
+        self.locked(|inner| {
+            inner.drain(self.real());
+            if !hint && self.pay() {
+                return Verdict::Deliver;
+            }
+            let (arm, verdict) = self.arm().record(inner.seen, hint);
+            self.set_arm(arm);
+            if verdict == Verdict::Swallow && !hint && arm.noted() && inner.ring(self.real(), false) == 0 {
+                // In kernel mode nobody looks: the hardware must stay armed.
+                self.set_arm(arm.armed());
+            }
+            verdict
+        })
+    }
+
+    /// Takes one owed event, for the kernel event that was forced for it.
+    pub(crate) fn take_owed(&self) -> bool {
+        self.locked(|inner| {
+            let owed = self.pay();
+            inner.made += u64::from(owed);
+            owed
+        })
+    }
+
+    /// Runs `f`, which resets or destroys queue pair `qp_num`, and drops that queue pair's
+    /// completions, as the provider does with its own.
+    pub fn purging<R>(&self, qp_num: u32, f: impl FnOnce() -> (R, bool)) -> R {
+        self.locked(|inner| {
+            let (result, done) = f();
+            if done {
+                inner.stash.purge(qp_num);
+            }
+            result
+        })
+    }
+
+    /// Runs `f`, which resizes the CQ; nobody touches its ring meanwhile.
+    pub fn resizing(&self, f: impl FnOnce() -> c_int) -> c_int {
+        self.locked(|inner| {
+            let rc = f();
+            // SAFETY: the CQ is live.
+            inner.room = unsafe { (*self.real()).cqe }.max(1) as usize;
+            rc
+        })
+    }
+
+    /// Events made so far, of which the kernel knows nothing.
+    pub fn made(&self) -> u64 {
+        self.locked(|inner| inner.made)
+    }
+
+    /// Ends the account of a CQ that is destroyed.
+    pub fn forget(&'static self) {
+        self.locked(|inner| {
+            COUNTERS.made.add(inner.made);
+            *inner = Inner::default();
+            self.set_arm(Arm::NONE);
+            self.owed.store(0, Ordering::Relaxed);
+            self.real.store(ptr::null_mut(), Ordering::Relaxed);
+        });
+        COUNTERS.noted.add(self.noted.take());
+        self.set_channel(None);
+        POOL.give_back(self);
+    }
+
+    /// Adds the counters of all live CQs to those of the process; once, at exit.
+    pub fn fold_counters() {
+        POOL.each(|cq| {
+            COUNTERS.noted.add(cq.noted.take());
+            // At exit a thread may have stopped anywhere: the lock is not waited for.
+            if cq.lock.try_lock() {
+                // SAFETY: the lock is held.
+                COUNTERS.made.add(std::mem::take(unsafe { &mut (*cq.inner.get()).made }));
+                cq.lock.unlock();
+            }
+        });
+    }
+}
+
+impl Inner {
+    /// # Safety
+    /// `real` is live and `wcs` has room for `room` completions.
+    #[inline]
+    unsafe fn poll_real(&self, real: *mut ibv_cq, room: c_int, wcs: *mut ibv_wc) -> c_int {
+        match self.ops {
+            // SAFETY: as the caller says.
+            Some((poll, _)) => unsafe { poll(real, room, wcs) },
+            None => 0,
+        }
+    }
+
+    fn ring(&self, real: *mut ibv_cq, solicited: bool) -> c_int {
+        COUNTERS.hw_arms.add(1);
+        match self.ops {
+            // SAFETY: the CQ is live while its account is.
+            Some((_, req_notify)) => unsafe { req_notify(real, c_int::from(solicited)) },
+            None => 0,
+        }
+    }
+
+    /// Moves what the provider has into the stash. False where the stash is full and some may be
+    /// left.
+    #[inline]
+    fn drain(&mut self, real: *mut ibv_cq) -> bool {
+        loop {
+            let room = BATCH.min(self.room.saturating_sub(self.stash.len()));
+            if room == 0 {
+                return false;
+            }
+            let mut batch = [const { MaybeUninit::<ibv_wc>::uninit() }; BATCH];
+            // SAFETY: the batch has room for `room`; the CQ is live while its account is.
+            let n = unsafe { self.poll_real(real, room as c_int, batch.as_mut_ptr().cast()) }.max(0) as usize;
+            for wc in batch.into_iter().take(n) {
+                // SAFETY: the provider filled the first `n`.
+                self.stash.push(unsafe { wc.assume_init() });
+            }
+            self.seen += n as u64;
+            if n < room {
+                return true;
+            }
+        }
+    }
+}

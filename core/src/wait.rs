@@ -1,0 +1,316 @@
+// SPDX-License-Identifier: MIT
+//! A wait on a completion channel, from call to return.
+//!
+//! The caller is `ibv_get_cq_event`. Everything that may not return here (a blocking read, a signal
+//! handler, cancellation) is the caller's to do: a wait comes back with a [`Wait`] that says what,
+//! holding nothing, and is then called again. It never runs application code.
+
+use std::ptr;
+use std::sync::atomic::Ordering;
+
+use rdma_sys::ibv_cq;
+
+use crate::channel::{Channel, Inner, Mode, Record};
+use crate::clock;
+use crate::counters::COUNTERS;
+use crate::cq::{Cq, Look};
+use crate::lock::yield_core;
+use crate::settings::{Idle, Serve};
+use crate::waiter::Waiter;
+
+/// Looks at all CQs between looks at the clock.
+const SWEEPS: u32 = 16;
+/// Nanoseconds between looks at the descriptor while only the kernel can tell of an event.
+const HINT_NS: u64 = 5_000;
+/// The longest such gap, where looks find nothing and nothing hangs on them.
+const HINT_MAX_NS: u64 = 1_000_000;
+
+/// How waits are served; the settings' part of it.
+#[derive(Clone, Copy, Debug)]
+pub struct Policy {
+    /// `FW_SERVE`; [`Serve::Never`] also where `FW_MODE` says so.
+    pub serve: Serve,
+    /// `FW_IDLE`.
+    pub idle: Idle,
+}
+
+/// What a wait comes to. Nothing is held when the caller gets it.
+#[derive(Debug)]
+pub enum Wait {
+    /// The event of this CQ, made by us.
+    Event(*mut ibv_cq),
+    /// Call [`Channel::serve`], then wait again.
+    Serve,
+    /// Call the real `ibv_get_cq_event`, then [`Channel::awake`].
+    Block,
+    /// A signal was put off or a thread cancelled: let it happen, then wait again.
+    Attention,
+    /// Wait again.
+    Again,
+    /// The channel was destroyed: the wait never ends.
+    Gone,
+}
+
+impl Channel {
+    /// Waits for an event.
+    #[inline]
+    pub fn wait(&'static self, me: &Waiter, policy: Policy) -> Wait {
+        me.wake();
+        match self.mode() {
+            Mode::Served => self.wait_served(me, policy),
+            Mode::Kernel => self.wait_kernel(me, policy),
+            Mode::Gone => Wait::Gone,
+        }
+    }
+
+    /// In kernel mode the kernel's way is taken, unless the thread really has to wait and the
+    /// channel can be served instead.
+    #[cold]
+    fn wait_kernel(&'static self, me: &Waiter, policy: Policy) -> Wait {
+        let wanted = match policy.serve {
+            Serve::Never => false,
+            Serve::Auto | Serve::Always => self.may_serve(clock::now()) && !is_nonblocking(self.fd()),
+        };
+        self.locked(|inner| {
+            if self.mode() != Mode::Kernel {
+                return Wait::Again;
+            }
+            let serve = wanted
+                && inner.kicks_out == 0
+                && inner.cqs.iter().any(|cq| cq.worth_a_look())
+                && (policy.serve == Serve::Always || !inner.cqs.iter().any(|cq| cq.kernel_event_ready()));
+            if serve {
+                return Wait::Serve;
+            }
+            // Under the lock, so that nobody starts to serve the channel of a sleeper.
+            me.fall_asleep(self);
+            Wait::Block
+        })
+    }
+
+    #[inline]
+    fn wait_served(&'static self, me: &Waiter, policy: Policy) -> Wait {
+        let Some(seat) = me.seat.take() else {
+            COUNTERS.no_seat.add(1);
+            return self.locked(|inner| self.sleep(inner, me, 0));
+        };
+        let wait = if self.take_poll() {
+            let wait = me.poll(|| {
+                // SAFETY: `take_poll` took the lock.
+                self.poll_loop(unsafe { self.inner() }, me, policy)
+            });
+            self.polled.store(false, Ordering::Relaxed);
+            self.lock.unlock();
+            wait
+        } else {
+            self.shared_now();
+            Wait::Again
+        };
+        seat.leave();
+        wait
+    }
+
+    /// Takes the lock to poll; false where another thread waits on this channel already.
+    #[inline]
+    fn take_poll(&self) -> bool {
+        while !self.lock.try_lock() {
+            if self.polled.load(Ordering::Relaxed) {
+                return false;
+            }
+            yield_core();
+        }
+        // Between its looks a poller may have let the lock go to yield its core.
+        if self.polled.load(Ordering::Relaxed) || self.asleep() {
+            self.lock.unlock();
+            return false;
+        }
+        self.polled.store(true, Ordering::Relaxed);
+        true
+    }
+
+    /// Polls until there is an event, or a reason to leave.
+    #[inline]
+    fn poll_loop(&'static self, inner: &mut Inner, me: &Waiter, policy: Policy) -> Wait {
+        self.waits.bump();
+        let mut since = 0;
+        let mut budget = inner.expectation.budget(policy.idle);
+        let mut sweeps = 0u32;
+        loop {
+            if self.mode() != Mode::Served {
+                return Wait::Again;
+            }
+            if let Some(cq) = sweep(inner) {
+                self.inplace.bump();
+                // A wait too short for the clock to be read counts as none.
+                let took = if since == 0 { 0 } else { clock::now() - since };
+                inner.expectation.observe(took, false);
+                return Wait::Event(cq.real());
+            }
+            if me.wanted() {
+                return Wait::Attention;
+            }
+            sweeps += 1;
+            if sweeps % SWEEPS == 1 || budget == 0 {
+                let now = clock::now();
+                if since == 0 {
+                    since = now;
+                    if !me.neighbours.begin(now) && policy.idle == Idle::Auto {
+                        budget = 0;
+                    }
+                }
+                let idle = !inner.cqs.iter().any(|cq| cq.worth_a_look());
+                if idle || now - since >= budget {
+                    match self.sleep(inner, me, since) {
+                        // An event came meanwhile: the next sweep takes it.
+                        Wait::Again => continue,
+                        wait => return wait,
+                    }
+                }
+                if let Some(wait) = self.hint(inner, now) {
+                    return wait;
+                }
+                if me.neighbours.overdue(now) {
+                    if is_nonblocking(self.fd()) {
+                        self.to_kernel_locked(inner);
+                        return Wait::Again;
+                    }
+                    budget = self.yield_core(me, policy, budget);
+                }
+            }
+            if me.neighbours.has_company() || policy.idle == Idle::Yield {
+                budget = self.yield_core(me, policy, budget);
+            } else if self.lock.wanted() {
+                self.lock.lend();
+            }
+            std::hint::spin_loop();
+        }
+    }
+
+    /// Yields the core with the lock let go; returns what is left to poll.
+    fn yield_core(&self, me: &Waiter, policy: Policy, budget: u64) -> u64 {
+        self.lock.unlock();
+        let worth_it = me.neighbours.yield_once();
+        self.lock.lock();
+        if worth_it || policy.idle != Idle::Auto {
+            budget
+        } else {
+            0
+        }
+    }
+
+    /// Gives what is noted to the hardware and counts the thread among the sleepers, or finds that
+    /// an event is there after all.
+    fn sleep(&'static self, inner: &mut Inner, me: &Waiter, since: u64) -> Wait {
+        if self.mode() != Mode::Served {
+            return Wait::Again;
+        }
+        // Before the CQs are armed, each under its lock: a request that comes later goes to the
+        // hardware by itself (see `arms_hardware`).
+        me.fall_asleep(self);
+        let ready = inner.cqs.iter().any(|cq| cq.arm_hardware());
+        if ready {
+            me.wake();
+            return Wait::Again;
+        }
+        inner.asleep_since = since;
+        Wait::Block
+    }
+
+    /// Looks at the descriptor when that is due: for solicited requests only the kernel can answer,
+    /// and what it says of arms that were answered already must not pile up.
+    #[inline]
+    fn hint(&self, inner: &mut Inner, now: u64) -> Option<Wait> {
+        if now < inner.hint_at {
+            return None;
+        }
+        let urgent = inner.cqs.iter().any(|cq| cq.state().solicited());
+        if !urgent && inner.kicks_out == 0 && !inner.cqs.iter().any(|cq| cq.state().leftover()) {
+            inner.hint_gap = 0;
+            inner.hint_at = now + clock::ticks(HINT_NS);
+            return None;
+        }
+        let (mut found, mut wait) = (false, None);
+        while wait.is_none() && is_readable(self.fd()) {
+            found = true;
+            wait = match self.read_record(inner) {
+                Some(Record::Native(real)) => Some(Wait::Event(real)),
+                Some(Record::Forced(cq)) => Some(Wait::Event(cq.real())),
+                Some(Record::Swallowed) => None,
+                None => break,
+            };
+        }
+        inner.hint_gap =
+            if urgent || found { 0 } else { (inner.hint_gap * 2).min(clock::ticks(HINT_MAX_NS)) };
+        inner.hint_gap = inner.hint_gap.max(clock::ticks(HINT_NS));
+        inner.hint_at = now + inner.hint_gap;
+        if wait.is_some() {
+            COUNTERS.slept.add(1);
+        }
+        wait
+    }
+
+    /// Reads one kernel event, which is there.
+    fn read_record(&self, inner: &mut Inner) -> Option<Record> {
+        let (get, _) = inner.below?;
+        let (mut cq, mut context) = (ptr::null_mut(), ptr::null_mut());
+        // SAFETY: the channel is live while its account is, and the lock keeps it.
+        if unsafe { get(self.real(), &mut cq, &mut context) } != 0 {
+            return None;
+        }
+        Some(self.record(inner, cq))
+    }
+
+    /// The caller's real `ibv_get_cq_event` returned; `got` is the CQ whose event it read, if it
+    /// did. Returns the CQ whose event the application gets.
+    pub fn awake(&self, me: &Waiter, got: Option<*mut ibv_cq>) -> Option<*mut ibv_cq> {
+        me.wake();
+        let real = got?;
+        self.locked(|inner| {
+            let served = self.is_served();
+            let since = std::mem::take(&mut inner.asleep_since);
+            if since != 0 {
+                inner.expectation.observe(clock::now() - since, true);
+            }
+            let event = match self.record(inner, real) {
+                Record::Native(real) => real,
+                Record::Forced(cq) => cq.real(),
+                Record::Swallowed => return None,
+            };
+            if served { &COUNTERS.slept } else { &COUNTERS.native }.add(1);
+            Some(event)
+        })
+    }
+}
+
+/// Looks at every CQ once, beginning after the one that had the last event.
+#[inline(always)]
+fn sweep(inner: &mut Inner) -> Option<&'static Cq> {
+    let count = inner.cqs.len();
+    let mut index = inner.next;
+    for _ in 0..count {
+        let cq = inner.cqs[index];
+        index = if index + 1 < count { index + 1 } else { 0 };
+        if cq.look() == Look::Event {
+            inner.next = index;
+            return Some(cq);
+        }
+    }
+    None
+}
+
+/// Whether `O_NONBLOCK` is set on the open file.
+fn is_nonblocking(fd: i32) -> bool {
+    // SAFETY: F_GETFL only reads.
+    unsafe { libc::fcntl(fd, libc::F_GETFL) & libc::O_NONBLOCK != 0 }
+}
+
+/// Whether a read of `fd` would find something.
+fn is_readable(fd: i32) -> bool {
+    let mut poll = libc::pollfd { fd, events: libc::POLLIN, revents: 0 };
+    // Past every hook: this is our own question. (fcntl above is harmless: its hook only watches
+    // F_SETFL.)
+    // SAFETY: one pollfd; a null time-out would wait, a zero one does not.
+    let zero = libc::timespec { tv_sec: 0, tv_nsec: 0 };
+    // SAFETY: as above; no signal mask.
+    unsafe { libc::syscall(libc::SYS_ppoll, &mut poll, 1, &zero, ptr::null::<u64>(), 8) > 0 }
+}
