@@ -3,7 +3,7 @@
 //! and the slow ways that most machines would not take by themselves.
 
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
-use std::sync::{Mutex, MutexGuard};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use super::*;
 use crate::context::{check, Context, TlsWay};
@@ -13,7 +13,7 @@ use crate::stack::Stack;
 static STEPPING: Mutex<()> = Mutex::new(());
 
 fn stepping() -> MutexGuard<'static, ()> {
-    STEPPING.lock().unwrap()
+    STEPPING.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// The lower end of the second stack and the two bases, for the handler.
