@@ -13,6 +13,10 @@
 
 #include "state.h"
 
+SUCCESSOR(ibv_get_cq_event);
+SUCCESSOR(ibv_ack_cq_events);
+SUCCESSOR(ibv_destroy_cq);
+
 struct ibv_comp_channel *ibv_create_comp_channel(struct ibv_context *context)
 {
     struct fake_channel *channel = calloc(1, sizeof *channel);

@@ -6,6 +6,8 @@
 
 #include "state.h"
 
+SUCCESSOR(ibv_create_cq);
+
 pthread_mutex_t fake_lock = PTHREAD_MUTEX_INITIALIZER;
 
 static enum fake_kind kind_of(struct fake_cq *cq)

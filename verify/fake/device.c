@@ -6,6 +6,9 @@
 
 #include "state.h"
 
+SUCCESSOR(ibv_open_device);
+SUCCESSOR(ibv_close_device);
+
 static struct fake_device devices[FAKE_KINDS] = {
     [FAKE_PLAIN] = {.kind = FAKE_PLAIN, .device = {.name = "fake0", .dev_name = "uverbs_fake0"}},
     [FAKE_EAGER] = {.kind = FAKE_EAGER, .device = {.name = "fake_eager", .dev_name = "uverbs_fake1"}},

@@ -18,6 +18,9 @@
 #define container(pointer, type, member) \
     ((type *)((char *)(pointer)-__builtin_offsetof(type, member)))
 
+/* This definition is the IBVERBS_1.1 form, and the default one, of a name that 1.0 has as well. */
+#define SUCCESSOR(name) __asm__(".symver " #name ", " #name "@@@IBVERBS_1.1")
+
 enum fake_kind { FAKE_PLAIN, FAKE_EAGER, FAKE_SN, FAKE_KINDS };
 
 struct fake_device {
