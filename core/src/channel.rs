@@ -329,7 +329,7 @@ impl Channel {
         Record::Swallowed
     }
 
-    fn acknowledge(&self, inner: &Inner, real: *mut ibv_cq) {
+    pub(crate) fn acknowledge(&self, inner: &Inner, real: *mut ibv_cq) {
         if let Some((_, ack)) = inner.below {
             // SAFETY: an event of this CQ was read, so the CQ cannot go before it is acknowledged.
             unsafe { ack(real, 1) };
@@ -371,9 +371,13 @@ impl Channel {
         self.locked(|inner| inner.kick.take())
     }
 
-    /// CQs that report to the channel, the private one not counted.
-    pub fn reporting(&self) -> usize {
-        self.locked(|inner| inner.cqs.len())
+    /// In a forked child: the CQ whose event the kernel event of the private CQ `real` brings. The
+    /// child takes no lock: it is alone, and its parent may have held any of them.
+    pub fn orphan(&self, real: *mut ibv_cq) -> Option<*mut ibv_cq> {
+        // SAFETY: only this thread is left of the process that was forked.
+        let inner = unsafe { self.inner() };
+        inner.kick.as_ref().filter(|kick| kick.cq() == real)?;
+        inner.cqs.iter().find(|cq| cq.has_owed()).map(|cq| cq.real())
     }
 
     /// Ends the account of a channel that is destroyed. A waiter finds it gone.

@@ -308,6 +308,24 @@ impl Cq {
         })
     }
 
+    /// Whether an event is owed, as seen without the lock.
+    pub(crate) fn has_owed(&self) -> bool {
+        self.owed() > 0
+    }
+
+    /// Puts an event that was taken back.
+    pub(crate) fn give_back(&self) {
+        self.locked(|inner| {
+            inner.made -= 1;
+            self.owe(1);
+        });
+    }
+
+    /// Counts an event that the kernel made, and that was acknowledged to it, as ours.
+    pub(crate) fn count_made(&self) {
+        self.locked(|inner| inner.made += 1);
+    }
+
     /// Runs `f`, which resets or destroys queue pair `qp_num`, and drops that queue pair's
     /// completions, as the provider does with its own.
     pub fn purging<R>(&self, qp_num: u32, f: impl FnOnce() -> (R, bool)) -> R {

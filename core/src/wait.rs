@@ -10,7 +10,7 @@ use std::sync::atomic::Ordering;
 
 use rdma_sys::ibv_cq;
 
-use crate::channel::{Channel, Inner, Mode, Record};
+use crate::channel::{Channel, Inner, Mode, Record, CQS};
 use crate::clock;
 use crate::counters::COUNTERS;
 use crate::cq::{Cq, Look};
@@ -99,6 +99,9 @@ impl Channel {
                 // SAFETY: `take_poll` took the lock.
                 self.poll_loop(unsafe { self.inner() }, me, policy)
             });
+            // A signal that was put off must happen before the thread returns or sleeps, and its
+            // handler may never come back: what was taken is put back first.
+            let wait = if me.wanted() { self.undo(me, wait) } else { wait };
             self.polled.store(false, Ordering::Relaxed);
             self.lock.unlock();
             wait
@@ -108,6 +111,19 @@ impl Channel {
         };
         seat.leave();
         wait
+    }
+
+    #[cold]
+    fn undo(&self, me: &Waiter, wait: Wait) -> Wait {
+        match wait {
+            Wait::Event(real) => {
+                if let Some(cq) = CQS.get(real) {
+                    cq.give_back();
+                }
+            }
+            _ => me.wake(),
+        }
+        Wait::Attention
     }
 
     /// Takes the lock to poll; false where another thread waits on this channel already.
@@ -233,7 +249,7 @@ impl Channel {
         while wait.is_none() && is_readable(self.fd()) {
             found = true;
             wait = match self.read_record(inner) {
-                Some(Record::Native(real)) => Some(Wait::Event(real)),
+                Some(Record::Native(real)) => Some(Wait::Event(self.make_ours(inner, real))),
                 Some(Record::Forced(cq)) => Some(Wait::Event(cq.real())),
                 Some(Record::Swallowed) => None,
                 None => break,
@@ -247,6 +263,15 @@ impl Channel {
             COUNTERS.slept.add(1);
         }
         wait
+    }
+
+    /// Makes an event of the kernel's one of ours, so that it can be put back.
+    fn make_ours(&self, inner: &Inner, real: *mut ibv_cq) -> *mut ibv_cq {
+        self.acknowledge(inner, real);
+        if let Some(cq) = CQS.get(real) {
+            cq.count_made();
+        }
+        real
     }
 
     /// Reads one kernel event, which is there.
