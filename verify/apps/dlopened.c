@@ -61,6 +61,7 @@ static void run(const char *device, const char *version)
     void *cq_context;
     int events = 0;
 
+    must(list);
     while (*found && strcmp(dl_ibv_get_device_name(*found), device))
         found++;
     must(*found);

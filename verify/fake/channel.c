@@ -45,9 +45,11 @@ int ibv_destroy_comp_channel(struct ibv_comp_channel *ibv)
     pthread_mutex_unlock(&ibv->context->mutex);
     if (rc)
         return rc;
+    /*
+     * The writing end stays open for good: a thread that still reads would see the end of the pipe,
+     * where a uverbs descriptor leaves it blocked.
+     */
     close(ibv->fd);
-    if (channel->write_fd >= 0)
-        close(channel->write_fd);
     free(channel);
     return 0;
 }
