@@ -34,9 +34,11 @@ int fake_complete(struct ibv_cq *ibv, unsigned n, int solicited, enum ibv_wc_sta
     pthread_mutex_lock(&fake_lock);
     for (unsigned i = 0; i < n && !rc; i++) {
         struct ibv_wc wc = {
-            .wr_id = ++cq->completed, .status = status, .opcode = IBV_WC_RECV, .qp_num = 1};
+            .wr_id = cq->completed + 1, .status = status, .opcode = IBV_WC_RECV, .qp_num = 1};
 
         rc = fake_push(cq, &wc, solicited);
+        if (!rc)
+            cq->completed++;
     }
     pthread_mutex_unlock(&fake_lock);
     return rc;
