@@ -129,8 +129,8 @@ fn hypervisor(cpuinfo: &str) -> Option<String> {
 /// The hypervisor's signature: CPUID leaf 0x4000_0000, which the hypervisor bit promises.
 #[cfg(target_arch = "x86_64")]
 fn cpuid_vendor() -> Option<String> {
-    // SAFETY: every x86_64 CPU has CPUID, and it changes nothing but its result registers.
     #[allow(unused_unsafe)] // Later compilers declare the intrinsic safe.
+    // SAFETY: every x86_64 CPU has CPUID, and it changes nothing but its result registers.
     let leaf = unsafe { std::arch::x86_64::__cpuid(0x4000_0000) };
     let bytes: Vec<u8> = [leaf.ebx, leaf.ecx, leaf.edx].iter().flat_map(|r| r.to_le_bytes()).collect();
     let text = String::from_utf8_lossy(&bytes).trim_matches(['\0', ' ']).to_owned();

@@ -18,6 +18,9 @@ mod raw;
 mod record;
 mod run;
 mod runs;
+mod selftest;
+mod status;
+mod version;
 
 use std::io::{ErrorKind, Write};
 use std::path::PathBuf;
@@ -46,6 +49,10 @@ fn main() -> ExitCode {
 }
 
 fn dispatch(cli: &Cli) -> Result<ExitCode> {
+    if cli.version {
+        return version::version();
+    }
+    // Without a subcommand clap has printed the help and ended the program.
     let Some(command) = &cli.command else { return Ok(ExitCode::FAILURE) };
     match command {
         Command::Run(args) => return run::run(args),
@@ -54,7 +61,9 @@ fn dispatch(cli: &Cli) -> Result<ExitCode> {
         Command::Agent(args) => exec::agent::agent(args)?,
         Command::Man => print(&manual_page()?)?,
         Command::RawPeer(args) => raw::peer(args)?,
-        _ => {}
+        Command::Status(args) => return status::status(args.json),
+        Command::Selftest(args) => return selftest::selftest(args.json),
+        Command::LibraryVersion(args) => version::library_version(args)?,
     }
     Ok(ExitCode::SUCCESS)
 }

@@ -77,7 +77,7 @@ impl Recorder {
         let mut file = OpenOptions::new().create(true).append(true).open(path)?;
         let said = match verdict {
             Ok(_) => "counts".to_owned(),
-            Err(spoiled) => format!("does not count: {}", masked(&spoiled.to_string())),
+            Err(spoiled) => format!("does not count: {}", masked(&spoiled.to_string()).trim_end()),
         };
         writeln!(file, "=== round {} attempt {}: {said}", run.round + 1, run.attempt + 1)?;
         side(&mut file, "server", &output.server)?;

@@ -65,7 +65,7 @@ pub(crate) fn run(
             match verdict {
                 Ok(sample) => tally.samples.push(Some(sample)),
                 Err(spoiled) => {
-                    log::warn!("{cell:?}: {spoiled}");
+                    log::info!("{} {}: {spoiled}", cell.placement, cell.kind);
                     tally.samples.push(None);
                     tally.failed += 1;
                     tally.failure = Some(spoiled.to_string());
@@ -99,7 +99,7 @@ fn attempts(
         }
         match verdict {
             Err(spoiled) if attempt < spoiled.repeats() => {
-                log::info!("{cell:?} is repeated: {spoiled}");
+                log::info!("{} {} is repeated: {spoiled}", cell.placement, cell.kind);
                 tally.repeated += 1;
                 attempt += 1;
             }

@@ -132,7 +132,12 @@ fn clock_complaint(pair: &PairOutput) -> Option<String> {
     complaint(&pair.client).or_else(|| complaint(&pair.server))
 }
 
-/// How each side ended and what it said last.
+/// How a run went wrong, if it did: how each side ended and what it said last.
+pub(crate) fn hung_or_failed(pair: &PairOutput) -> Option<String> {
+    let good = pair.server.end.is_success() && pair.client.end.is_success();
+    (!good).then(|| said(pair))
+}
+
 fn said(pair: &PairOutput) -> String {
     let side = |name, side: &SideOutput| {
         let words = output::last_words(&side.text);

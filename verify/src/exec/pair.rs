@@ -20,7 +20,7 @@ use crate::cli::RawSide;
 use crate::clock::Calibration;
 use crate::compare::cell::{iterations, Cell, Kind, Placement};
 use crate::libraries::Libraries;
-use crate::perftest::command::{Command, Variation};
+use crate::perftest::command::{Command, Figure, Variation};
 use crate::raw;
 
 /// What a side may still take once the other one has ended.
@@ -139,7 +139,7 @@ impl PairExecutor {
             Client::There(session, address) => {
                 let variation = Variation {
                     events: cell.kind.has_events(),
-                    cycles: true,
+                    cycles: self.setup.command.figure() == Figure::Latency,
                     device: &self.setup.client_device,
                     gid: self.setup.gid,
                     port,
@@ -166,7 +166,7 @@ impl PairExecutor {
     fn launch(&self, cell: Cell, port: u16, server: Option<&str>) -> Launch {
         let variation = Variation {
             events: cell.kind.has_events(),
-            cycles: true,
+            cycles: self.setup.command.figure() == Figure::Latency,
             device: if server.is_some() { &self.setup.client_device } else { &self.setup.device },
             gid: self.setup.gid,
             port,
@@ -197,18 +197,7 @@ impl PairExecutor {
         if self.setup.command.uses_rdma_cm() {
             return !server.ended_by(Instant::now() + BLIND_START);
         }
-        // Asked of the kernel and not by connecting: perftest takes the first connection for its
-        // client.
-        let deadline = Instant::now() + self.setup.timeout;
-        while Instant::now() < deadline {
-            if is_listening(port) {
-                return true;
-            }
-            if server.ended_by(Instant::now() + Duration::from_millis(2)) {
-                return false;
-            }
-        }
-        false
+        wait_for_listener(server, port, Instant::now() + self.setup.timeout)
     }
 
     /// Waits for both sides of a run that has begun.
@@ -249,6 +238,21 @@ pub(crate) fn shim_environment(launch: &mut Launch, kind: Kind, log: &std::path:
 /// A TCP port that nothing uses.
 pub(crate) fn free_port() -> io::Result<u16> {
     Ok(TcpListener::bind((Ipv4Addr::UNSPECIFIED, 0))?.local_addr()?.port())
+}
+
+/// Waits until something listens on the port; false where the server ended or the time was up first.
+///
+/// The kernel is asked, and no connection tried: perftest takes the first one for its client.
+pub(crate) fn wait_for_listener(server: &Child, port: u16, deadline: Instant) -> bool {
+    while Instant::now() < deadline {
+        if is_listening(port) {
+            return true;
+        }
+        if server.ended_by(Instant::now() + Duration::from_millis(2)) {
+            return false;
+        }
+    }
+    false
 }
 
 /// Whether anything listens on this TCP port of this host.

@@ -82,7 +82,7 @@ impl std::error::Error for CommandError {}
 pub(crate) struct Variation<'a> {
     /// `-e`.
     pub events: bool,
-    /// `-C`: report in cycles.
+    /// `-C`: report in cycles, which latency tests alone know.
     pub cycles: bool,
     /// `-d`.
     pub device: &'a str,
