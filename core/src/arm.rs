@@ -7,16 +7,18 @@
 //!
 //! | state | bits | meaning |
 //! |---|---|---|
-//! | none | – | nothing asked, nothing outstanding |
+//! | none | – | nothing asked |
 //! | noted | `APP` | asked; the hardware knows nothing of it |
-//! | in hardware | `APP HW LIVE` | asked, and the hardware is armed for it |
-//! | answered | `HW` | the event was made by us; a kernel event may follow and is swallowed |
-//! | noted over answered | `APP HW` | asked again before that kernel event was seen |
-//! | armed over answered | `APP HW LIVE DOUBT` | the same, armed again: one or two kernel events follow |
+//! | in hardware | `APP LIVE` | asked, and the hardware was armed for it |
 //!
-//! `LIVE` is always true of the hardware: it was armed after the request, and an event that is not
-//! due then belongs to an older arm. `SOL` marks a request for solicited completions only. Those go
-//! to the hardware at once, because a work completion does not say whether it was solicited.
+//! Beside the state stands how many kernel events may follow that nobody waits for: an event that
+//! was made for an arm in hardware leaves that arm's own behind (state "answered"), and so does a
+//! request that is repeated before its event was read. *May* follow, because arming hardware that is
+//! armed already leaves one event where two were counted. `LIVE` is never in doubt: the hardware was
+//! armed after the request was counted, so an event that is not due then belongs to an older arm.
+//!
+//! `SOL` marks a request for solicited completions only. Those go to the hardware at once, because a
+//! work completion does not say whether it was solicited, and their channel is not served.
 //!
 //! The word is changed under the CQ's lock; it is atomic so that a look may first ask without.
 
@@ -25,12 +27,13 @@
 pub struct Arm(pub u64);
 
 const APP: u64 = 1;
-const HW: u64 = 2;
-const LIVE: u64 = 4;
-const DOUBT: u64 = 8;
-const SOL: u64 = 16;
-/// Bits below the count.
-const COUNT: u32 = 5;
+const LIVE: u64 = 2;
+const SOL: u64 = 4;
+/// Kernel events that may follow, in eight bits.
+const LEFT: u32 = 3;
+const LEFT_MAX: u64 = 0xff;
+/// Completions seen when the request came, in the rest.
+const COUNT: u32 = 11;
 
 /// What to do with the hardware when the application arms.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -67,22 +70,25 @@ impl Arm {
     /// Nothing asked, nothing outstanding.
     pub const NONE: Arm = Arm(0);
 
-    const fn make(bits: u64, count: u64) -> Arm {
-        Arm(bits | count << COUNT)
+    const fn make(state: u64, left: u64, count: u64) -> Arm {
+        let left = if left < LEFT_MAX { left } else { LEFT_MAX };
+        Arm(state | left << LEFT | count << COUNT)
     }
 
     fn has(self, bits: u64) -> bool {
         self.0 & bits == bits
     }
 
-    fn count(self) -> u64 {
-        self.0 >> COUNT
+    fn state(self) -> u64 {
+        self.0 & (APP | LIVE | SOL)
     }
 
-    /// Whether a request is outstanding.
-    #[inline]
-    pub fn asked(self) -> bool {
-        self.has(APP)
+    fn left(self) -> u64 {
+        self.0 >> LEFT & LEFT_MAX
+    }
+
+    fn count(self) -> u64 {
+        self.0 >> COUNT
     }
 
     /// Whether a request is outstanding that a look at the ring can answer.
@@ -91,8 +97,7 @@ impl Arm {
         self.0 & (APP | SOL) == APP
     }
 
-    /// Whether a request is outstanding that only the hardware can answer.
-    pub fn solicited(self) -> bool {
+    fn solicited(self) -> bool {
         self.has(APP | SOL)
     }
 
@@ -103,7 +108,7 @@ impl Arm {
 
     /// Whether a kernel event may follow that nobody waits for.
     pub fn leftover(self) -> bool {
-        self.has(DOUBT) || self.0 & (HW | LIVE) == HW
+        self.left() > 0
     }
 
     /// Whether a CQ that has seen `seen` completions has one that is newer than the request.
@@ -112,74 +117,62 @@ impl Arm {
         self.watchable() && seen > self.count()
     }
 
-    /// The event was made: the request is gone, a kernel event may remain.
+    /// The event was made: the request is gone, the hardware's own event may follow.
     pub fn answered(self) -> Arm {
-        Arm::make(self.0 & (HW | DOUBT), 0)
+        Arm::make(0, self.left() + u64::from(self.has(LIVE)), 0)
     }
 
     /// The hardware was armed for what was only noted.
     pub fn armed(self) -> Arm {
-        Arm(self.0 | self.rung(false))
-    }
-
-    /// The hardware bits after it is armed; `same` where it holds this very arm already.
-    fn rung(self, same: bool) -> u64 {
-        let doubt = if self.has(HW) && !same { DOUBT } else { 0 };
-        HW | LIVE | self.0 & DOUBT | doubt
+        Arm(self.0 | LIVE)
     }
 
     /// The application asks for an event. `seen` is the CQ's count now; `to_hardware` is true where
     /// requests are not merely noted (kernel mode, or a waiter that sleeps).
     pub fn request(self, solicited: bool, seen: u64, to_hardware: bool) -> Request {
         let owed = self.due(seen);
-        // The hardware still holds the arm of the request that this one repeats or widens.
-        let same = self.has(APP | LIVE) && !owed;
-        if self.watchable() && !owed {
+        let before = if owed { self.answered() } else { self };
+        if before.watchable() {
             // Two requests before a completion are one; SOLICITED after NEXT stays NEXT.
-            return if to_hardware {
-                Request { arm: Arm(self.0 | self.rung(same)), ring: Ring::Next, owed }
-            } else {
-                Request { arm: self, ring: Ring::No, owed }
-            };
+            let (arm, ring) = if to_hardware { (before.armed(), Ring::Next) } else { (before, Ring::No) };
+            return Request { arm, ring, owed };
         }
-        let (bits, ring) = match (solicited, to_hardware || same) {
-            (true, _) => (APP | SOL | self.rung(same), Ring::Solicited),
-            (false, true) => (APP | self.rung(same), Ring::Next),
-            (false, false) => (APP | self.0 & (HW | DOUBT), Ring::No),
+        let (state, ring) = match solicited {
+            true => (APP | LIVE | SOL, Ring::Solicited),
+            // NEXT widens a solicited arm where it is: in the hardware.
+            false if to_hardware || before.solicited() => (APP | LIVE, Ring::Next),
+            false => (APP, Ring::No),
         };
-        Request { arm: Arm::make(bits, seen), ring, owed }
+        Request { arm: Arm::make(state, before.left(), seen), ring, owed }
     }
 
     /// A kernel event was read. `seen` is the CQ's count after a look; `hint` is true where the
     /// ring decides (served mode). Returns the new word and what becomes of the event.
     pub fn record(self, seen: u64, hint: bool) -> (Arm, Verdict) {
+        let left = self.left();
         if !self.has(APP) {
             // With nothing outstanding it was armed behind our back: the application knows why.
-            let verdict = if self.has(HW) { Verdict::Swallow } else { Verdict::Deliver };
-            return (self.one_less(), verdict);
+            let verdict = if left > 0 { Verdict::Swallow } else { Verdict::Deliver };
+            return (Arm::make(0, left.saturating_sub(1), 0), verdict);
         }
-        let answers = match () {
-            // Which of the two it answers cannot be told: rather one event too many than one lost.
-            () if self.has(SOL) => true,
-            () if self.has(LIVE) && !self.has(DOUBT) => !hint || self.due(seen),
-            () => self.due(seen),
-        };
+        // Of a solicited request the ring tells nothing.
+        let answers = self.due(seen) || self.has(SOL) || (self.has(LIVE) && left == 0 && !hint);
         if answers {
-            return (Arm::make(self.0 & (HW | DOUBT), 0).one_less(), Verdict::Deliver);
+            // Which of them this was cannot be told. If the request's own, as many as before may
+            // follow; if an older one, the request's own takes its place.
+            let left = if self.has(LIVE) { left } else { left.saturating_sub(1) };
+            return (Arm::make(0, left, 0), Verdict::Deliver);
         }
-        // Not due, so it fired for something that the request had already counted: for an older
-        // arm, if there was one.
-        let left = if self.has(DOUBT) { Arm(self.0 & !DOUBT) } else { Arm(self.0 & !(HW | LIVE)) };
-        (left, Verdict::Swallow)
+        if left > 0 {
+            return (Arm::make(self.state(), left - 1, self.count()), Verdict::Swallow);
+        }
+        // The hardware fired for something that the request had already counted.
+        (Arm::make(self.state() & !LIVE, 0, self.count()), Verdict::Swallow)
     }
 
-    /// One kernel event fewer may follow.
-    fn one_less(self) -> Arm {
-        if self.has(DOUBT) {
-            Arm(self.0 & !DOUBT)
-        } else {
-            Arm(self.0 & !HW)
-        }
+    /// A kernel event was read that answers an earlier request.
+    pub fn one_read(self) -> Arm {
+        Arm::make(self.state(), self.left().saturating_sub(1), self.count())
     }
 }
 
@@ -210,7 +203,7 @@ mod tests {
     #[test]
     fn a_request_after_the_completion_leaves_an_event_owed() {
         let second = noted(3).request(false, 4, false);
-        assert!(second.owed && second.arm.asked() && !second.arm.due(4) && second.arm.due(5));
+        assert!(second.owed && second.arm.watchable() && !second.arm.due(4) && second.arm.due(5));
     }
 
     #[test]
@@ -236,19 +229,25 @@ mod tests {
         let noted_over = noted(1).armed().answered().request(false, 2, false).arm;
         assert!(noted_over.noted() && noted_over.leftover());
         assert_eq!(noted_over.record(2, true), (noted(2), Verdict::Swallow));
-        let armed_over = noted_over.armed();
-        assert!(!armed_over.noted() && armed_over.leftover());
-        let (live, verdict) = armed_over.record(2, false);
+        let (live, verdict) = noted_over.armed().record(2, false);
         assert_eq!((live, verdict), (noted(2).armed(), Verdict::Swallow));
         assert_eq!(live.record(2, false), (Arm::NONE, Verdict::Deliver));
     }
 
     #[test]
-    fn of_two_kernel_events_the_second_is_swallowed_once_the_first_was_the_answer() {
-        let armed_over = noted(1).armed().answered().request(false, 2, true).arm;
-        let (left, verdict) = armed_over.record(3, true);
+    fn of_several_kernel_events_those_after_the_answer_are_swallowed() {
+        let mut arm = noted(0).armed();
+        for seen in 1..4 {
+            arm = arm.answered().request(false, seen, true).arm;
+        }
+        let (mut left, verdict) = arm.record(4, true);
         assert_eq!(verdict, Verdict::Deliver);
-        assert_eq!(left.record(3, true), (Arm::NONE, Verdict::Swallow));
+        for _ in 0..3 {
+            let swallowed = left.record(4, true);
+            assert_eq!(swallowed.1, Verdict::Swallow);
+            left = swallowed.0;
+        }
+        assert_eq!(left, Arm::NONE);
     }
 
     #[test]

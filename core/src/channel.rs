@@ -89,10 +89,17 @@ pub(crate) struct Inner {
     pub(crate) expectation: Expectation,
     /// When the waiter that sleeps began to wait, in ticks; 0 where none does.
     pub(crate) asleep_since: u64,
-    /// When the descriptor is looked at next, and the gap after that, in ticks.
+    /// When the descriptor is looked at next, in ticks, and the gap after that, in nanoseconds.
     pub(crate) hint_at: u64,
     pub(crate) hint_gap: u64,
     pub(crate) below: Option<(GetCqEvent, AckCqEvents)>,
+}
+
+impl Inner {
+    /// Whether kernel events may follow that nobody waits for.
+    pub(crate) fn may_follow(&self) -> bool {
+        self.kicks_out > 0 || self.cqs.iter().any(|cq| cq.state().leftover())
+    }
 }
 
 /// A completion channel.
@@ -103,7 +110,8 @@ pub struct Channel {
     pub(crate) polled: AtomicBool,
     /// Threads in the real `ibv_get_cq_event`.
     sleeping: AtomicI32,
-    /// Never served: a CQ on it is out of our reach, or the private pair could not be made.
+    /// Never served: a CQ on it is out of our reach, solicited events are asked for, or the private
+    /// pair could not be made.
     never: AtomicBool,
     /// Not served before this time: several threads wait on it.
     not_before: AtomicU64,
@@ -234,10 +242,11 @@ impl Channel {
         });
     }
 
-    /// Never serves this channel: something reports to it that looks cannot reach.
+    /// Never serves this channel: something is asked of it that looks cannot answer.
     pub fn never_serve(&self) {
-        self.never.store(true, Ordering::Relaxed);
-        self.to_kernel();
+        if !self.never.swap(true, Ordering::Relaxed) {
+            self.to_kernel();
+        }
     }
 
     /// Whether the channel may be served at `now`.
@@ -287,18 +296,26 @@ impl Channel {
         if self.mode() != Mode::Served {
             return;
         }
+        // Kernel events that nobody waits for would make the descriptor readable for nothing.
+        while inner.may_follow() {
+            match self.drain_kernel(inner) {
+                Some(cq) => cq.give_back(),
+                None => break,
+            }
+        }
         // Before the CQs are settled, each under its lock: see `arms_hardware`.
         self.set_mode(Mode::Kernel);
         COUNTERS.to_kernel.add(1);
-        let owed: u32 = inner.cqs.iter().map(|cq| cq.settle()).sum();
+        let mut owed: u32 = inner.cqs.iter().map(|cq| cq.settle()).sum();
         if let Some(kick) = &mut inner.kick {
-            while inner.kicks_out < owed && kick.kick() {
+            while owed > 0 && kick.kick() {
+                owed -= 1;
                 inner.kicks_out += 1;
                 COUNTERS.kicks.add(1);
             }
         }
-        if inner.kicks_out < owed {
-            log::error!("a kernel event could not be forced; the completion channel may miss a wake-up");
+        if owed > 0 {
+            log::error!("a kernel event could not be forced; a completion channel may miss a wake-up");
         }
     }
 
@@ -327,6 +344,31 @@ impl Channel {
         COUNTERS.hints.add(1);
         self.acknowledge(inner, real);
         Record::Swallowed
+    }
+
+    /// Reads the kernel events that are there and swallows them, up to the first that the
+    /// application gets. The events of a served channel are only hints, so it may be put back.
+    pub(crate) fn drain_kernel(&self, inner: &mut Inner) -> Option<&'static Cq> {
+        while is_readable(self.fd()) {
+            let (get, _) = inner.below?;
+            let (mut real, mut context) = (ptr::null_mut(), ptr::null_mut());
+            // SAFETY: the channel is live while its account is, and the lock keeps it.
+            if unsafe { get(self.real(), &mut real, &mut context) } != 0 {
+                return None;
+            }
+            match self.record(inner, real) {
+                Record::Native(real) => {
+                    // One of ours from here on, that the kernel does not know of.
+                    self.acknowledge(inner, real);
+                    let cq = CQS.get(real)?;
+                    cq.count_made();
+                    return Some(cq);
+                }
+                Record::Forced(cq) => return Some(cq),
+                Record::Swallowed => {}
+            }
+        }
+        None
     }
 
     pub(crate) fn acknowledge(&self, inner: &Inner, real: *mut ibv_cq) {
@@ -419,4 +461,15 @@ pub(crate) enum Watch {
     Busy,
     /// Requests that nobody watches right now.
     Deserted,
+}
+
+/// Whether a read of `fd` would find something.
+pub(crate) fn is_readable(fd: i32) -> bool {
+    let mut poll = libc::pollfd { fd, events: libc::POLLIN, revents: 0 };
+    // Past every hook: this is our own question. (fcntl above is harmless: its hook only watches
+    // F_SETFL.)
+    // SAFETY: one pollfd; a null time-out would wait, a zero one does not.
+    let zero = libc::timespec { tv_sec: 0, tv_nsec: 0 };
+    // SAFETY: as above; no signal mask.
+    unsafe { libc::syscall(libc::SYS_ppoll, &mut poll, 1, &zero, ptr::null::<u64>(), 8) > 0 }
 }

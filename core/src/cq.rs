@@ -35,10 +35,13 @@ const BATCH: usize = 8;
 struct Inner {
     ops: Option<(PollCq, ReqNotifyCq)>,
     stash: Stash,
-    /// Completions kept at most: the CQ's own size, beyond which the provider's overflow counts.
+    /// Completions kept at most. Twice the CQ's size: a program that arms before it polls leaves a
+    /// full CQ's worth here, and the ring may hold as many again.
     room: usize,
     /// Completions seen since the CQ was made: polled by the application, or kept.
     seen: u64,
+    /// Of the events that are owed, those for which a kernel event was forced.
+    kicked: u32,
     /// Events handed out that the kernel does not know of; `ibv_destroy_cq` must not wait for them.
     made: u64,
 }
@@ -97,7 +100,7 @@ impl Cq {
         cq.lock.with(|| {
             // SAFETY: the lock is held; the CQ is live.
             let (inner, room) = unsafe { (&mut *cq.inner.get(), (*real).cqe) };
-            *inner = Inner { ops: Some((poll, req_notify)), room: room.max(1) as usize, ..Inner::default() };
+            *inner = Inner { ops: Some((poll, req_notify)), room: stash_room(room), ..Inner::default() };
             cq.real.store(real, Ordering::Relaxed);
         });
         cq
@@ -136,9 +139,11 @@ impl Cq {
     }
 
     /// Takes one of the events that are owed.
-    fn pay(&self) -> bool {
+    fn pay(&self, inner: &mut Inner) -> bool {
         let owed = self.owed();
-        self.owed.store(owed.saturating_sub(1), Ordering::Relaxed);
+        let left = owed.saturating_sub(1);
+        self.owed.store(left, Ordering::Relaxed);
+        inner.kicked = inner.kicked.min(left);
         owed > 0
     }
 
@@ -173,6 +178,10 @@ impl Cq {
     #[inline]
     pub fn request(&self, solicited: bool) -> c_int {
         let channel = self.channel();
+        if let (true, Some(channel)) = (solicited, channel) {
+            // Whether a completion was solicited is not seen in the ring: only the kernel can answer.
+            channel.never_serve();
+        }
         self.locked(|inner| {
             let full = !inner.drain(self.real());
             let to_hardware = full || channel.is_none_or(Channel::arms_hardware);
@@ -211,7 +220,7 @@ impl Cq {
     /// Takes an event that is owed or due.
     #[inline]
     fn take(&self, inner: &mut Inner) -> Look {
-        if self.pay() {
+        if self.owed() > 0 && self.pay(inner) {
             // An older request's, whose event comes first.
         } else if self.arm().due(inner.seen) {
             self.set_arm(self.arm().answered());
@@ -265,7 +274,7 @@ impl Cq {
     }
 
     /// Leaves served mode: what is noted goes to the hardware, and events that the kernel will not
-    /// report are owed. Returns how many are.
+    /// report are owed. Returns for how many of these the caller must force a kernel event.
     pub(crate) fn settle(&self) -> u32 {
         self.locked(|inner| {
             if self.arm().noted() {
@@ -277,7 +286,7 @@ impl Cq {
                     self.set_arm(self.arm().answered());
                 }
             }
-            self.owed()
+            self.owed() - std::mem::replace(&mut inner.kicked, self.owed())
         })
     }
 
@@ -286,7 +295,11 @@ impl Cq {
     pub(crate) fn record(&self, hint: bool) -> Verdict {
         self.locked(|inner| {
             inner.drain(self.real());
-            if !hint && self.pay() {
+            // In kernel mode the events of repeated requests come one by one; those for which one
+            // was forced come from the private CQ.
+            if !hint && self.owed() > inner.kicked && self.arm().leftover() {
+                self.pay(inner);
+                self.set_arm(self.arm().one_read());
                 return Verdict::Deliver;
             }
             let (arm, verdict) = self.arm().record(inner.seen, hint);
@@ -302,9 +315,13 @@ impl Cq {
     /// Takes one owed event, for the kernel event that was forced for it.
     pub(crate) fn take_owed(&self) -> bool {
         self.locked(|inner| {
-            let owed = self.pay();
-            inner.made += u64::from(owed);
-            owed
+            if inner.kicked == 0 {
+                return false;
+            }
+            inner.kicked -= 1;
+            self.pay(inner);
+            inner.made += 1;
+            true
         })
     }
 
@@ -343,7 +360,7 @@ impl Cq {
         self.locked(|inner| {
             let rc = f();
             // SAFETY: the CQ is live.
-            inner.room = unsafe { (*self.real()).cqe }.max(1) as usize;
+            inner.room = stash_room(unsafe { (*self.real()).cqe });
             rc
         })
     }
@@ -379,6 +396,10 @@ impl Cq {
             }
         });
     }
+}
+
+fn stash_room(cqe: c_int) -> usize {
+    2 * cqe.max(1) as usize + BATCH
 }
 
 impl Inner {

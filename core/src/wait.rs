@@ -5,12 +5,11 @@
 //! handler, cancellation) is the caller's to do: a wait comes back with a [`Wait`] that says what,
 //! holding nothing, and is then called again. It never runs application code.
 
-use std::ptr;
 use std::sync::atomic::Ordering;
 
 use rdma_sys::ibv_cq;
 
-use crate::channel::{Channel, Inner, Mode, Record, CQS};
+use crate::channel::{is_readable, Channel, Inner, Mode, Record, CQS};
 use crate::clock;
 use crate::counters::COUNTERS;
 use crate::cq::{Cq, Look};
@@ -20,9 +19,9 @@ use crate::waiter::Waiter;
 
 /// Looks at all CQs between looks at the clock.
 const SWEEPS: u32 = 16;
-/// Nanoseconds between looks at the descriptor while only the kernel can tell of an event.
+/// Nanoseconds between looks at the descriptor while kernel events may follow.
 const HINT_NS: u64 = 5_000;
-/// The longest such gap, where looks find nothing and nothing hangs on them.
+/// The longest such gap, where looks find nothing.
 const HINT_MAX_NS: u64 = 1_000_000;
 
 /// How waits are served; the settings' part of it.
@@ -232,57 +231,24 @@ impl Channel {
         Wait::Block
     }
 
-    /// Looks at the descriptor when that is due: for solicited requests only the kernel can answer,
-    /// and what it says of arms that were answered already must not pile up.
+    /// Looks at the descriptor when that is due: what the kernel says of arms that were answered
+    /// already must not pile up. Nothing hangs on it, so the gap grows while nothing comes.
     #[inline]
     fn hint(&self, inner: &mut Inner, now: u64) -> Option<Wait> {
         if now < inner.hint_at {
             return None;
         }
-        let urgent = inner.cqs.iter().any(|cq| cq.state().solicited());
-        if !urgent && inner.kicks_out == 0 && !inner.cqs.iter().any(|cq| cq.state().leftover()) {
-            inner.hint_gap = 0;
-            inner.hint_at = now + clock::ticks(HINT_NS);
-            return None;
+        let (mut found, mut wait) = (true, None);
+        if inner.may_follow() {
+            found = is_readable(self.fd());
+            wait = self.drain_kernel(inner).map(|cq| Wait::Event(cq.real()));
         }
-        let (mut found, mut wait) = (false, None);
-        while wait.is_none() && is_readable(self.fd()) {
-            found = true;
-            wait = match self.read_record(inner) {
-                Some(Record::Native(real)) => Some(Wait::Event(self.make_ours(inner, real))),
-                Some(Record::Forced(cq)) => Some(Wait::Event(cq.real())),
-                Some(Record::Swallowed) => None,
-                None => break,
-            };
-        }
-        inner.hint_gap =
-            if urgent || found { 0 } else { (inner.hint_gap * 2).min(clock::ticks(HINT_MAX_NS)) };
-        inner.hint_gap = inner.hint_gap.max(clock::ticks(HINT_NS));
-        inner.hint_at = now + inner.hint_gap;
+        inner.hint_gap = if found { HINT_NS } else { (inner.hint_gap * 2).clamp(HINT_NS, HINT_MAX_NS) };
+        inner.hint_at = now + clock::ticks(inner.hint_gap);
         if wait.is_some() {
             COUNTERS.slept.add(1);
         }
         wait
-    }
-
-    /// Makes an event of the kernel's one of ours, so that it can be put back.
-    fn make_ours(&self, inner: &Inner, real: *mut ibv_cq) -> *mut ibv_cq {
-        self.acknowledge(inner, real);
-        if let Some(cq) = CQS.get(real) {
-            cq.count_made();
-        }
-        real
-    }
-
-    /// Reads one kernel event, which is there.
-    fn read_record(&self, inner: &mut Inner) -> Option<Record> {
-        let (get, _) = inner.below?;
-        let (mut cq, mut context) = (ptr::null_mut(), ptr::null_mut());
-        // SAFETY: the channel is live while its account is, and the lock keeps it.
-        if unsafe { get(self.real(), &mut cq, &mut context) } != 0 {
-            return None;
-        }
-        Some(self.record(inner, cq))
     }
 
     /// The caller's real `ibv_get_cq_event` returned; `got` is the CQ whose event it read, if it
@@ -327,15 +293,4 @@ fn sweep(inner: &mut Inner) -> Option<&'static Cq> {
 fn is_nonblocking(fd: i32) -> bool {
     // SAFETY: F_GETFL only reads.
     unsafe { libc::fcntl(fd, libc::F_GETFL) & libc::O_NONBLOCK != 0 }
-}
-
-/// Whether a read of `fd` would find something.
-fn is_readable(fd: i32) -> bool {
-    let mut poll = libc::pollfd { fd, events: libc::POLLIN, revents: 0 };
-    // Past every hook: this is our own question. (fcntl above is harmless: its hook only watches
-    // F_SETFL.)
-    // SAFETY: one pollfd; a null time-out would wait, a zero one does not.
-    let zero = libc::timespec { tv_sec: 0, tv_nsec: 0 };
-    // SAFETY: as above; no signal mask.
-    unsafe { libc::syscall(libc::SYS_ppoll, &mut poll, 1, &zero, ptr::null::<u64>(), 8) > 0 }
 }
