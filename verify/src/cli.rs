@@ -10,7 +10,13 @@ use clap::{ArgAction, Args, Parser, Subcommand, ValueEnum};
 
 /// Runs, measures and explains FastWake: polling latency for event-mode RDMA programs.
 #[derive(Debug, Parser)]
-#[command(name = "fastwaked", arg_required_else_help = true, disable_help_subcommand = true)]
+#[command(
+    name = "fastwaked",
+    arg_required_else_help = true,
+    disable_help_subcommand = true,
+    subcommand_value_name = "COMMAND",
+    subcommand_help_heading = "Commands"
+)]
 pub(crate) struct Cli {
     /// Print the versions of the tool, the shim and the soft device, and whether they match.
     #[arg(short = 'V', long)]

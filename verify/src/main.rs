@@ -12,6 +12,7 @@ mod devices;
 mod exec;
 mod fingerprint;
 mod libraries;
+mod man;
 mod perftest;
 mod progress;
 mod raw;
@@ -27,7 +28,7 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 
 use anyhow::Result;
-use clap::{CommandFactory, Parser};
+use clap::Parser;
 
 use cli::{Cli, Command};
 
@@ -59,7 +60,7 @@ fn dispatch(cli: &Cli) -> Result<ExitCode> {
         Command::Compare(args) => return compare::compare(args),
         Command::Runs(args) => return runs::runs(args),
         Command::Agent(args) => exec::agent::agent(args)?,
-        Command::Man => print(&manual_page()?)?,
+        Command::Man => print(&man::page()?)?,
         Command::RawPeer(args) => raw::peer(args)?,
         Command::Status(args) => return status::status(args.json),
         Command::Selftest(args) => return selftest::selftest(args.json),
@@ -77,15 +78,25 @@ fn print(text: &str) -> Result<()> {
     }
 }
 
-/// The manual page, as it stands in docs/man.
-fn manual_page() -> Result<String> {
-    let mut page = Vec::new();
-    clap_mangen::Man::new(Cli::command()).render(&mut page)?;
-    Ok(String::from_utf8(page)?)
-}
-
 /// Finds a program as exec(3) does.
 fn find_program(name: &str) -> Option<PathBuf> {
     let path = std::env::var_os("PATH")?;
     std::env::split_paths(&path).map(|dir| dir.join(name)).find(|file| file.is_file())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use clap::CommandFactory;
+
+    #[test]
+    fn the_command_line_is_well_formed() {
+        Cli::command().debug_assert();
+    }
+
+    #[test]
+    fn programs_are_found_in_the_path_only() {
+        assert!(find_program("sh").is_some());
+        assert!(find_program("no-such-program-here").is_none());
+    }
 }

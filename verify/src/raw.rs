@@ -13,6 +13,7 @@ use std::io::{Read, Write};
 use std::os::fd::AsRawFd;
 use std::path::Path;
 use std::sync::atomic::{AtomicU32, Ordering};
+use std::time::{Duration, Instant};
 
 use anyhow::{bail, Context, Result};
 
@@ -23,6 +24,11 @@ use crate::clock::cycles;
 const PAGE: &str = "page";
 const TO_SERVER: &str = "to-server";
 const TO_CLIENT: &str = "to-client";
+
+/// How long both sides spin before they measure. perftest does so too, to calibrate its clock: without
+/// it the rows would find the cores in different states, with other clocks, and virtual CPUs in other
+/// places of the host, since a hypervisor moves those that have just woken.
+const WARM_UP: Duration = Duration::from_millis(350);
 
 /// Longest wait for the other side to appear, in yields of the core; some seconds.
 const MEETING_YIELDS: u32 = 20_000_000;
@@ -50,6 +56,10 @@ pub(crate) fn prepare(dir: &Path) -> Result<()> {
 pub(crate) fn peer(args: &RawPeerArgs) -> Result<()> {
     // One element for each reading of the counter; written once so that no page faults later.
     let mut stamps = vec![u64::MAX; args.iterations as usize + 1];
+    let start = Instant::now();
+    while start.elapsed() < WARM_UP {
+        std::hint::spin_loop();
+    }
     match (args.medium, args.side) {
         (Medium::Shm, RawSide::Server) => Line::open(&args.dir)?.echo(args.iterations)?,
         (Medium::Shm, RawSide::Client) => Line::open(&args.dir)?.ask(&mut stamps)?,
