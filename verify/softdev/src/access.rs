@@ -125,7 +125,7 @@ unsafe fn place(from: *const u8, to: *mut u8, len: usize) {
         match len {
             0 => {}
             1 => to.write_volatile(*from),
-            8 if to.addr() % 8 == 0 => {
+            8 if to.addr().is_multiple_of(8) => {
                 to.cast::<u64>().write_volatile(from.cast::<u64>().read_unaligned());
             }
             _ => {

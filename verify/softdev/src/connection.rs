@@ -9,6 +9,7 @@ use crate::cq::take_arm;
 use crate::layout::{fault, CqShared, Cqe, QpShared, RecvEntry, UNIT};
 use crate::peer::{Mapped, Peer};
 use crate::process::Process;
+use crate::qp::Qp;
 use crate::ring::{fence_after_locked, Ring};
 use rdma_sys::ibv_qp_state::{IBV_QPS_RTR, IBV_QPS_SQE};
 use std::ptr::{self, NonNull};
@@ -43,6 +44,8 @@ pub(crate) struct Connection {
     bounce_head: u64,
     /// Odd and growing: what this QP's `touching` says while it touches something.
     touches: u64,
+    /// Bytes already sent of a message in fragments.
+    pub(crate) streamed: Option<u64>,
     /// Moved pages of the peer: key, place in its memory file, mapping.
     mapped: Vec<(u32, u64, Arc<Mapped>)>,
 }
@@ -51,9 +54,10 @@ pub(crate) struct Connection {
 unsafe impl Send for Connection {}
 
 impl Connection {
-    /// Connects to QP number `dest` for the QP whose number is `own`; `None` as long as that one is
-    /// not ready for it.
-    pub(crate) fn establish(process: &Process, own: u32, dest: u32) -> Option<Connection> {
+    /// Connects `qp` to the QP number that it was told; `None` as long as that one is not ready for
+    /// it, or still bound to an earlier life of `qp`.
+    pub(crate) fn establish(process: &Process, qp: &Qp) -> Option<Connection> {
+        let (own, dest) = (qp.ibv.qp_num, qp.shared.dest.load(Ordering::Relaxed));
         let peer = process.peer(dest >> 12)?;
         let remote = peer.qp(dest & 0xfff)?;
         let life = remote.life.load(Ordering::Acquire);
@@ -74,6 +78,11 @@ impl Connection {
         if !bounce_len.is_power_of_two() {
             return None;
         }
+        let us = qp.shared.life.load(Ordering::Relaxed) >> 8 | 1 << 31;
+        let bound = remote.sender.0.owner.compare_exchange(0, us, Ordering::AcqRel, Ordering::Acquire);
+        if bound.is_err_and(|now| now != us) {
+            return None;
+        }
         Some(Connection {
             remote,
             cq,
@@ -90,6 +99,7 @@ impl Connection {
             bounce_tail: 0,
             bounce_head: 0,
             touches: 1,
+            streamed: None,
             mapped: Vec::new(),
             peer,
         })
@@ -130,10 +140,8 @@ impl Connection {
 
     /// Whether `len` bytes fit into the bounce ring now.
     pub(crate) fn has_room(&mut self, len: u64) -> bool {
-        if self.bounce_tail + len - self.bounce_head > self.bounce_len {
-            self.bounce_head = self.remote.bounce_head.0.load(Ordering::Acquire);
-        }
-        self.bounce_tail + len - self.bounce_head <= self.bounce_len
+        self.bounce_len - (self.bounce_tail - self.bounce_head) >= len
+            || self.bounce_len - self.unconsumed() >= len
     }
 
     /// Bytes of the bounce ring that the receiver has not consumed.

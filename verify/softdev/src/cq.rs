@@ -165,14 +165,14 @@ impl Cq {
         if matches!(self.ring.next(self.head.load(Ordering::Relaxed)), Next::Empty) {
             return self.nothing();
         }
-        let mut failed: *const Qp = ptr::null();
+        let mut failed = None;
         let consumer = self.consumer.lock();
         let mut head = self.head.load(Ordering::Relaxed);
         let mut got = 0;
         while got < want {
             match self.ring.next(head) {
                 Next::Empty => break,
-                Next::Void(_) => {}
+                Next::Void => {}
                 Next::Ready(entry) => {
                     // SAFETY: the application gave room for `want` completions. A QP takes its
                     // entries out of the ring, under this lock, before it goes.
@@ -180,7 +180,7 @@ impl Cq {
                         let qp = process.qps.get(entry.qp.load(Ordering::Relaxed) as usize);
                         if let Some(qp) = qp.as_ref() {
                             if !complete(qp, entry, &mut *wc.add(got)) {
-                                failed = qp;
+                                failed = Some(qp.index as usize);
                             }
                             got += 1;
                         }
@@ -192,10 +192,9 @@ impl Cq {
             self.head.store(head, Ordering::Relaxed);
         }
         drop(consumer);
-        // SAFETY: destroying a QP while its CQ is polled by the thread that would be told of its
-        // failure is the application's to avoid, as natively.
-        if let Some(qp) = unsafe { failed.as_ref() } {
-            qp.fail(process);
+        if let Some(index) = failed {
+            // Another thread may destroy it meanwhile; the table keeps it, or has it no more.
+            process.qps.pinned(index, |qp| qp.fail(process));
         }
         got as c_int
     }
@@ -403,7 +402,7 @@ unsafe extern "C" fn ibv_destroy_cq(ibv: *mut ibv_cq) -> c_int {
         if !cq.users.lock().is_empty() {
             return libc::EBUSY;
         }
-        process.cqs.remove_quietly(cq.index);
+        process.cqs.remove(cq.index);
         cq.shared.armed.store(0, Ordering::SeqCst);
         let (mutex, cond) = ((&raw mut (*ibv).mutex).cast(), (&raw mut (*ibv).cond).cast());
         if let Some(channel) = cq.channel() {

@@ -13,6 +13,7 @@ use crate::qp::{Qp, MAX_SGE};
 use crate::recv::unpack;
 use crate::ring::{fence_after_locked, Full};
 use crate::send::{Request, SendQueue, INLINE, SOLICITED};
+use crate::stream;
 use rdma_sys::{ibv_wc_opcode, ibv_wc_status, ibv_wr_opcode};
 use std::mem::MaybeUninit;
 use std::ptr;
@@ -87,7 +88,7 @@ impl Gather {
 }
 
 /// Where the payload of a message is.
-enum Payload {
+pub(crate) enum Payload {
     /// In the entry.
     Carried,
     /// In the bounce ring, from this place on.
@@ -100,16 +101,21 @@ enum Payload {
 #[inline]
 pub(crate) fn execute(sq: &mut SendQueue, qp: &Qp, process: &Process, request: &Request<'_>) -> Step {
     if sq.connection.is_none() {
-        let dest = qp.shared.dest.load(Ordering::Relaxed);
-        sq.connection = Connection::establish(process, qp.ibv.qp_num, dest);
+        sq.connection = Connection::establish(process, qp);
         if sq.connection.is_none() {
-            ask_for_peer(process, dest);
-            sq.connection = Connection::establish(process, qp.ibv.qp_num, dest);
+            ask_for_peer(process, qp.shared.dest.load(Ordering::Relaxed));
+            sq.connection = Connection::establish(process, qp);
         }
     }
     let Some(conn) = &mut sq.connection else { return Step::Wait(Stall::NotReady) };
     if conn.peer.dead.load(Ordering::Relaxed) {
         return Step::Failed(ibv_wc_status::IBV_WC_RETRY_EXC_ERR);
+    }
+    if !conn.receives() {
+        conn.mark_stalled();
+        if !conn.receives() {
+            return Step::Wait(Stall::NotReady);
+        }
     }
     let rights = match request.opcode {
         ibv_wr_opcode::IBV_WR_RDMA_READ
@@ -228,6 +234,9 @@ fn reject(conn: &mut Connection, process: &Process, request: &Request<'_>, statu
 /// Brings a payload that no entry can carry to the peer. The connection touches.
 fn long_payload(conn: &mut Connection, gather: &Gather) -> Result<Payload, Step> {
     let total = gather.total;
+    if conn.streamed.is_some() {
+        return stream::send(conn, gather.parts(), total as u64);
+    }
     let roomy = total as u64 <= conn.bounce_len;
     if total <= BOUNCE_MAPPED && conn.has_room(total as u64) {
         return Ok(bounce(conn, gather));
@@ -246,7 +255,7 @@ fn long_payload(conn: &mut Connection, gather: &Gather) -> Result<Payload, Step>
         }
         return Err(Step::Wait(Stall::Room));
     }
-    Err(Step::Failed(ibv_wc_status::IBV_WC_REM_OP_ERR))
+    stream::send(conn, gather.parts(), total as u64)
 }
 
 fn bounce(conn: &mut Connection, gather: &Gather) -> Payload {
@@ -424,7 +433,7 @@ fn remote_atomic(conn: &mut Connection, qp: &Qp, request: &Request<'_>, gather: 
     conn.touch(qp.shared);
     let result = if !conn.receives() {
         Err(Outcome::NotReady)
-    } else if request.remote_addr % 8 != 0 {
+    } else if !request.remote_addr.is_multiple_of(8) {
         Err(Outcome::Refused(ibv_wc_status::IBV_WC_REM_INV_REQ_ERR))
     } else {
         checked(conn, request.rkey, request.remote_addr, 8, access::REMOTE_ATOMIC)

@@ -115,11 +115,18 @@ pub(crate) struct SenderMarks {
     pub(crate) stalled: AtomicU32,
     /// Not 0: the sender found a reason for this QP to fail; a `fault` code.
     pub(crate) fault: AtomicU32,
-    /// Bytes of the bounce ring that a message in fragments has filled (same count as
-    /// `bounce_head`), and
+    /// Which life of the sender's QP sends here; 0 before the first message.
+    pub(crate) owner: AtomicU32,
+    /// A message in fragments: the receive that it takes, …
+    pub(crate) stream_receive: AtomicU32,
+    /// … where in the bounce ring (same count as `bounce_head`) it began, …
+    pub(crate) stream_start: AtomicU64,
+    /// … up to where it is there, …
     pub(crate) stream_tail: AtomicU64,
-    /// bytes of that message altogether; 0 while none is under way.
+    /// … and its length, bytes; 0 while none is under way.
     pub(crate) stream_len: AtomicU64,
+    /// Written by the receiver: 1 when such a message could not be put into the receive's memory.
+    pub(crate) stream_bad: AtomicU32,
 }
 
 /// Codes of [`SenderMarks::fault`].
@@ -203,8 +210,6 @@ pub(crate) mod flag {
     pub(crate) const CARRIED: u32 = 1 << 26;
     /// The payload is in the bounce ring.
     pub(crate) const BOUNCED: u32 = 1 << 27;
-    /// Fires a solicited arm.
-    pub(crate) const SOLICITED: u32 = 1 << 28;
 }
 
 /// One memory region, as peers see it.

@@ -43,6 +43,7 @@ mod ring;
 mod say;
 mod segment;
 mod send;
+mod stream;
 mod unsupported;
 
 pub use doorbell::fw_soft_doorbell;

@@ -12,7 +12,7 @@ use crate::progress::Progress;
 use crate::qp::Qp;
 use crate::say::say_once;
 use crate::segment::Segment;
-use fastwake::settings::{Link, Settings, Soft};
+use fastwake::settings::{Settings, Soft};
 use once_cell::sync::OnceCell;
 use parking_lot::Mutex;
 use std::collections::HashMap;
@@ -30,7 +30,6 @@ static FORKED: AtomicBool = AtomicBool::new(false);
 /// The device as this process has it.
 pub(crate) struct Process {
     pub(crate) segment: Segment,
-    pub(crate) link: Link,
     pub(crate) qps: Table<Qp, MAX_QP>,
     pub(crate) cqs: Table<Cq, MAX_CQ>,
     pub(crate) mrs: MrTable,
@@ -75,27 +74,31 @@ impl<T, const N: usize> Table<T, N> {
         self.entries.get(index).map_or(ptr::null_mut(), |entry| entry.load(Ordering::Acquire))
     }
 
-    /// Takes the object at `index` out.
-    pub(crate) fn remove(&self, index: usize) {
-        self.entries[index].store(ptr::null_mut(), Ordering::Release);
-    }
-
     /// Keeps the table as it is while `look` goes over its objects.
     pub(crate) fn each(&self, mut look: impl FnMut(&T)) {
         let _unchanged = self.next.lock();
         for entry in &self.entries {
             let object = entry.load(Ordering::Acquire);
-            // SAFETY: removal happens under `unchanged`, see `remove_quietly`, so it lives.
+            // SAFETY: removal happens under `unchanged`, see `remove`, so it lives.
             if let Some(object) = unsafe { object.as_ref() } {
                 look(object);
             }
         }
     }
 
-    /// Takes the object at `index` out once no [`Table::each`] looks at it.
-    pub(crate) fn remove_quietly(&self, index: usize) {
+    /// Keeps the object at `index`, if it is still there, while `look` looks at it.
+    pub(crate) fn pinned(&self, index: usize, look: impl FnOnce(&T)) {
+        let _unchanged = self.next.lock();
+        // SAFETY: as in `each`.
+        if let Some(object) = unsafe { self.get(index).as_ref() } {
+            look(object);
+        }
+    }
+
+    /// Takes the object at `index` out once no other thread looks at it.
+    pub(crate) fn remove(&self, index: usize) {
         let _alone = self.next.lock();
-        self.remove(index);
+        self.entries[index].store(ptr::null_mut(), Ordering::Release);
     }
 }
 
@@ -143,7 +146,6 @@ impl Process {
             })?;
             let process = Process {
                 mrs: MrTable::new(soft.map),
-                link: soft.link,
                 progress: Progress::new(&segment)?,
                 segment,
                 qps: Table::new(),

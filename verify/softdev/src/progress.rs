@@ -135,6 +135,7 @@ fn work(process: &Process, wanted: &mut Vec<libc::c_int>) -> u64 {
             fault::REQUEST => qp.fail(process),
             _ => {}
         }
+        crate::stream::receive(process, qp);
         if qp.waiting.load(Ordering::Acquire) != 0 {
             let mut sq = qp.sq.lock();
             sq.go_on(qp, process);

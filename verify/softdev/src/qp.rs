@@ -193,7 +193,9 @@ impl Qp {
         let marks = &shared.sender.0;
         marks.stalled.store(0, Ordering::Relaxed);
         marks.fault.store(0, Ordering::Relaxed);
+        marks.owner.store(0, Ordering::Relaxed);
         marks.stream_len.store(0, Ordering::Relaxed);
+        marks.stream_bad.store(0, Ordering::Relaxed);
     }
 
     /// Moves the generation on: senders of before no longer reach this QP.
@@ -391,7 +393,7 @@ unsafe extern "C" fn ibv_destroy_qp(ibv: *mut ibv_qp) -> c_int {
         }
         qp.next_life(IBV_QPS_RESET);
         qp.clear(&mut qp.sq.lock());
-        process.qps.remove_quietly(qp.index as usize);
+        process.qps.remove(qp.index as usize);
         let reported =
             settle(&Context::of((*ibv).context).async_queue, ptr::from_ref(qp) as u64, &qp.async_raised);
         wait_acknowledged(

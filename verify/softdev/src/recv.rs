@@ -6,7 +6,7 @@
 //! completions are polled.
 
 use crate::connection::receive_entry;
-use crate::layout::{flag, Cqe, CARRIED};
+use crate::layout::{flag, Cqe, RecvEntry, CARRIED};
 use crate::mr::{access, check, owner_address};
 use crate::process::Process;
 use crate::qp::Qp;
@@ -25,17 +25,23 @@ pub(crate) struct ReceiveQueue {
 }
 
 /// An entry's scatter list: where it points, and what is left of it.
-struct Scatter<'a> {
+pub(crate) struct Scatter<'a> {
     list: &'a [AtomicU64],
     pd: u32,
 }
 
-impl Scatter<'_> {
+impl<'a> Scatter<'a> {
+    /// The list of an entry of the receive queue of `qp`.
+    pub(crate) fn of(qp: &Qp, entry: &RecvEntry, list: &'a [AtomicU64]) -> Self {
+        let sges = entry.sges.load(Ordering::Relaxed) as usize;
+        Scatter { list: &list[..(2 * sges).min(list.len())], pd: qp.pd() }
+    }
+
     /// Spreads `len` bytes of `from` over the list, `skip` bytes into it.
     ///
     /// # Safety
     /// `from` is readable for `len` bytes.
-    unsafe fn put(&self, process: &Process, from: *const u8, len: usize, skip: usize) -> bool {
+    pub(crate) unsafe fn put(&self, process: &Process, from: *const u8, len: usize, skip: usize) -> bool {
         let (mut done, mut skip) = (0, skip);
         for sge in self.list.chunks_exact(2) {
             if done == len {
@@ -79,13 +85,12 @@ pub(crate) fn deliver(qp: &Qp, entry: &Cqe, kind: u32, wc: &mut ibv_wc) -> bool 
     let Some((receive, list)) = receive_entry(&process.segment.map, qp.shared, number) else { return false };
     wc.wr_id = receive.wr_id.load(Ordering::Relaxed);
     let len = wc.byte_len as usize;
-    let sges = receive.sges.load(Ordering::Relaxed) as usize;
-    let scatter = Scatter { list: &list[..(2 * sges).min(list.len())], pd: qp.pd() };
+    let scatter = Scatter::of(qp, receive, list);
     let placed = if kind & flag::CARRIED != 0 {
         // SAFETY: the payload of an entry that nobody writes any more, and at most all of it.
         unsafe { scatter.put(process, entry.payload.as_ptr().cast(), len.min(CARRIED), 0) }
     } else if kind & flag::BOUNCED != 0 {
-        unbounce(process, qp, &scatter, entry.id.load(Ordering::Relaxed), len)
+        unbounce(process, qp, &scatter, entry.id.load(Ordering::Relaxed), len, 0)
     } else {
         true
     };
@@ -96,8 +101,16 @@ pub(crate) fn deliver(qp: &Qp, entry: &Cqe, kind: u32, wc: &mut ibv_wc) -> bool 
     wc.status == ibv_wc_status::IBV_WC_SUCCESS
 }
 
-/// Copies a message out of the bounce ring and gives its room back.
-fn unbounce(process: &Process, qp: &Qp, scatter: &Scatter<'_>, at: u64, len: usize) -> bool {
+/// Copies `len` bytes from `at` on out of the bounce ring, to the place `skip` of a receive, and
+/// gives their room back.
+pub(crate) fn unbounce(
+    process: &Process,
+    qp: &Qp,
+    scatter: &Scatter<'_>,
+    at: u64,
+    len: usize,
+    skip: usize,
+) -> bool {
     let size = qp.shared.bounce_len.load(Ordering::Relaxed) as usize;
     let place = qp.shared.bounce.load(Ordering::Relaxed);
     let Some(ring) = process.segment.map.bytes(place, size) else { return false };
@@ -106,8 +119,8 @@ fn unbounce(process: &Process, qp: &Qp, scatter: &Scatter<'_>, at: u64, len: usi
     let rest = len.min(size) - first;
     // SAFETY: both pieces lie inside the ring; the sender writes only what was given back.
     let placed = unsafe {
-        scatter.put(process, ring.as_ptr().add(start), first, 0)
-            && scatter.put(process, ring.as_ptr(), rest, first)
+        scatter.put(process, ring.as_ptr().add(start), first, skip)
+            && scatter.put(process, ring.as_ptr(), rest, skip + first)
     };
     qp.shared.bounce_head.0.swap(at + len as u64, Ordering::SeqCst);
     fence_after_locked();

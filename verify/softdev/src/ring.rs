@@ -69,7 +69,7 @@ pub(crate) enum Next {
     /// A completion.
     Ready(&'static Cqe),
     /// An entry to be skipped.
-    Void(&'static Cqe),
+    Void,
     /// Nothing yet.
     Empty,
 }
@@ -149,7 +149,7 @@ impl Ring {
         if now == word(turn, 0, READY) {
             Next::Ready(entry)
         } else if now == word(turn, 0, VOID) {
-            Next::Void(entry)
+            Next::Void
         } else {
             Next::Empty
         }
@@ -259,7 +259,7 @@ mod tests {
                     *head += 1;
                     return Some(value);
                 }
-                Next::Void(_) => {
+                Next::Void => {
                     ring.release(*head);
                     *head += 1;
                 }
