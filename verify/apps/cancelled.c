@@ -3,7 +3,7 @@
 #include "loop.h"
 
 static struct loop loop;
-static int type;
+static int type, waiting;
 
 static void cleaned(void *arg)
 {
@@ -15,6 +15,7 @@ static void *waits(void *arg)
     (void)arg;
     must(!pthread_setcanceltype(type, NULL));
     pthread_cleanup_push(cleaned, "the cleanup handler ran, ");
+    __atomic_store_n(&waiting, 1, __ATOMIC_SEQ_CST);
     loop_get(loop.channel, NULL);
     pthread_cleanup_pop(0);
     return NULL;
@@ -25,7 +26,10 @@ static void cancel_after(int pause)
     pthread_t thread;
     void *result;
 
+    __atomic_store_n(&waiting, 0, __ATOMIC_SEQ_CST);
     must(!pthread_create(&thread, NULL, waits, NULL));
+    while (!__atomic_load_n(&waiting, __ATOMIC_SEQ_CST))
+        loop_pause(1);
     loop_pause(pause);
     must(!pthread_cancel(thread));
     must(!pthread_join(thread, &result));

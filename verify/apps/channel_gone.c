@@ -3,7 +3,7 @@
 #include "loop.h"
 
 static struct ibv_comp_channel *channel;
-static int returned;
+static int waiting, returned;
 
 static void *gets(void *arg)
 {
@@ -11,6 +11,7 @@ static void *gets(void *arg)
     void *context;
 
     (void)arg;
+    __atomic_store_n(&waiting, 1, __ATOMIC_SEQ_CST);
     ibv_get_cq_event(channel, &cq, &context);
     __atomic_store_n(&returned, 1, __ATOMIC_SEQ_CST);
     return NULL;
@@ -35,7 +36,9 @@ int main(int argc, char **argv)
 
     loop_arm(cq, 0);
     must(!pthread_create(&thread, NULL, gets, NULL));
-    loop_pause(30);
+    while (!__atomic_load_n(&waiting, __ATOMIC_SEQ_CST))
+        loop_pause(1);
+    loop_pause(50);
     pair_close(&pair);
     printf("CQ: %s\n", loop_error(ibv_destroy_cq(cq)));
     printf("channel: %s\n", loop_error(ibv_destroy_comp_channel(channel)));

@@ -4,7 +4,9 @@
 
 #include <signal.h>
 
+static struct loop loop;
 static volatile sig_atomic_t handled;
+static int stop;
 static pthread_t waiter;
 
 static void on_signal(int number)
@@ -14,55 +16,86 @@ static void on_signal(int number)
     errno = ENOTTY; /* a handler that does not save errno is no excuse */
 }
 
-static void handle(int flags)
+static void handle(void (*handler)(int), int flags)
 {
-    struct sigaction action = {.sa_handler = on_signal, .sa_flags = flags};
+    struct sigaction action = {.sa_handler = handler, .sa_flags = flags};
 
     must(!sigaction(SIGUSR1, &action, NULL));
     handled = 0;
+    __atomic_store_n(&stop, 0, __ATOMIC_SEQ_CST);
 }
 
-static void *interrupts(void *pauses)
+/* A signal each 10 ms, so that each wait meets one wherever it has got to. */
+static void *interrupts(void *arg)
 {
-    for (int i = 0; i < 3; i++) {
-        loop_pause((long)pauses);
+    (void)arg;
+    while (!__atomic_load_n(&stop, __ATOMIC_SEQ_CST)) {
+        loop_pause(10);
         must(!pthread_kill(waiter, SIGUSR1));
     }
     return NULL;
 }
 
+/* The message comes when the wait has been interrupted three times. */
+static void *sends(void *arg)
+{
+    (void)arg;
+    while (handled < 3)
+        loop_pause(5);
+    loop_send(&loop, 1);
+    return NULL;
+}
+
+static void stop_thread(pthread_t thread)
+{
+    __atomic_store_n(&stop, 1, __ATOMIC_SEQ_CST);
+    loop_join(thread);
+}
+
 int main(int argc, char **argv)
 {
-    struct loop loop;
-    pthread_t thread;
+    pthread_t thread, sender;
 
     waiter = pthread_self();
     loop_open(&loop, argc, argv);
     loop_arm(loop.cq, 0);
 
-    handle(0);
-    must(!pthread_create(&thread, NULL, interrupts, (void *)10L));
+    handle(on_signal, 0);
+    must(!pthread_create(&thread, NULL, interrupts, NULL));
     for (int i = 0; i < 3; i++)
         printf("without SA_RESTART: %s\n", loop_error(loop_get(loop.channel, NULL)));
-    loop_join(thread);
-    printf("handlers run: %d\n", (int)handled);
+    stop_thread(thread);
 
-    handle(SA_RESTART);
-    must(!pthread_create(&thread, NULL, interrupts, (void *)10L));
-    pthread_t sender = loop_send_later(&loop, 1, 100);
+    handle(on_signal, SA_RESTART);
+    must(!pthread_create(&thread, NULL, interrupts, NULL));
+    must(!pthread_create(&sender, NULL, sends, NULL));
     printf("with SA_RESTART: %s\n", loop_error(loop_get(loop.channel, NULL)));
-    loop_join(thread);
+    stop_thread(thread);
     loop_join(sender);
-    printf("handlers run: %d\n", (int)handled);
     loop_drain(&loop, 1);
 
     /* Ignored signals interrupt nothing. */
-    must(signal(SIGUSR1, SIG_IGN) != SIG_ERR);
+    handle(SIG_IGN, 0);
     loop_arm(loop.cq, 0);
-    must(!pthread_create(&thread, NULL, interrupts, (void *)10L));
-    sender = loop_send_later(&loop, 1, 100);
+    must(!pthread_create(&thread, NULL, interrupts, NULL));
+    sender = loop_send_later(&loop, 1, 60);
     printf("ignored: %s\n", loop_error(loop_get(loop.channel, NULL)));
-    loop_join(thread);
+    stop_thread(thread);
+    loop_join(sender);
+    loop_drain(&loop, 1);
+
+    /* Blocked ones neither; their handler runs when they are let in. */
+    sigset_t set, before;
+    handle(on_signal, 0);
+    must(!sigemptyset(&set) && !sigaddset(&set, SIGUSR1));
+    must(!pthread_sigmask(SIG_BLOCK, &set, &before));
+    loop_arm(loop.cq, 0);
+    must(!pthread_kill(waiter, SIGUSR1));
+    sender = loop_send_later(&loop, 1, 20);
+    printf("blocked: %s", loop_error(loop_get(loop.channel, NULL)));
+    printf(", %s so far\n", handled ? "handled" : "not handled");
+    must(!pthread_sigmask(SIG_SETMASK, &before, NULL));
+    printf("let in: %s\n", handled ? "handled" : "not handled");
     loop_join(sender);
     loop_drain(&loop, 1);
     loop_close(&loop);

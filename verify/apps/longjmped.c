@@ -7,6 +7,7 @@
 
 static sigjmp_buf out;
 static pthread_t waiter;
+static int waiting;
 
 static void on_signal(int number)
 {
@@ -16,6 +17,8 @@ static void on_signal(int number)
 
 static void *interrupts(void *pause)
 {
+    while (!__atomic_load_n(&waiting, __ATOMIC_SEQ_CST))
+        loop_pause(1);
     loop_pause((long)pause);
     must(!pthread_kill(waiter, SIGUSR1));
     return NULL;
@@ -34,8 +37,10 @@ int main(int argc, char **argv)
     must(!sigaction(SIGUSR1, &action, NULL));
     for (pause = 5; pause <= 40; pause *= 2) {
         loop_arm(loop.cq, 0);
+        __atomic_store_n(&waiting, 0, __ATOMIC_SEQ_CST);
         must(!pthread_create(&thread, NULL, interrupts, (void *)pause));
         if (!sigsetjmp(out, 1)) {
+            __atomic_store_n(&waiting, 1, __ATOMIC_SEQ_CST);
             loop_get(loop.channel, NULL);
             printf("the wait ended by itself\n");
         } else {

@@ -19,7 +19,7 @@ static void set(int on, int by_ioctl)
 
 static void *sets_while_blocked(void *by_ioctl)
 {
-    loop_pause(20);
+    loop_pause(50);
     set(1, by_ioctl != NULL);
     loop_pause(20);
     loop_send(&loop, 1);

@@ -14,6 +14,7 @@ int main(int argc, char **argv)
     struct ibv_context *context = script_open(argc, argv);
     struct ibv_comp_channel *channel = ibv_create_comp_channel(context);
     struct ibv_cq *cq;
+    struct ibv_wc wc;
     pthread_t thread;
 
     must(channel);
@@ -23,6 +24,7 @@ int main(int argc, char **argv)
     thread = script_later(&later);
     must(!script_get(channel, NULL));
     must(!pthread_join(thread, NULL));
+    must(ibv_poll_cq(cq, 1, &wc) == 1);
 
     must(!ibv_req_notify_cq(cq, 0));
     must(!pthread_create(&thread, NULL, unplugs, channel));
