@@ -94,7 +94,8 @@ fn section(command: &Command, nested: bool) -> Result<String> {
 
 fn shown(argument: &clap::Arg, nested: bool) -> bool {
     let everywhere = ["help", "verbose"].contains(&argument.get_id().as_str());
-    !argument.is_hide_set() && !everywhere && !(nested && argument.is_global_set())
+    let above = nested && argument.is_global_set();
+    !(argument.is_hide_set() || everywhere || above)
 }
 
 fn environment() -> String {

@@ -3,8 +3,8 @@
 //!
 //! A round runs every kind once in every placement. Virtual CPUs move between a near and a far
 //! placement, clocks and neighbours change: figures are therefore compared within a round only, the
-//! kinds of one placement stand next to each other, and the order is rotated so that none of them
-//! always comes first.
+//! kinds of one placement run one after the other, those that are compared next to each other, and
+//! the order is rotated so that none of them always comes first.
 
 use std::fmt;
 
@@ -111,11 +111,16 @@ pub(crate) fn kinds(figure: Figure, placement: Placement) -> Vec<Kind> {
     kinds
 }
 
+/// The order in which kinds run: each next to those that it is compared with.
+const NEIGHBOURS: [Kind; 5] = [Kind::RawShm, Kind::Polling, Kind::Fastwake, Kind::Event, Kind::RawPipe];
+
 /// The cells of round `round`, in the order in which they run.
 pub(crate) fn order(figure: Figure, placements: &[Placement], round: u32) -> Vec<Cell> {
     let mut cells = Vec::new();
     for placement in rotated(placements, round) {
-        for kind in rotated(&kinds(figure, placement), round) {
+        let mut kinds = kinds(figure, placement);
+        kinds.sort_by_key(|kind| NEIGHBOURS.iter().position(|k| k == kind));
+        for kind in rotated(&kinds, round) {
             cells.push(Cell { kind, placement });
         }
     }
@@ -191,6 +196,19 @@ mod tests {
         for round in 0..5 {
             let cells = order(Figure::Latency, &BOTH, round);
             assert!(cells[..5].iter().all(|c| c.placement == cells[0].placement), "{cells:?}");
+        }
+    }
+
+    #[test]
+    fn kinds_that_are_compared_run_next_to_each_other_in_most_rounds() {
+        for (a, b) in
+            [(Kind::Polling, Kind::Fastwake), (Kind::Fastwake, Kind::Event), (Kind::RawShm, Kind::Polling)]
+        {
+            let next = |round: &u32| {
+                let cells = order(Figure::Latency, &[Placement::TwoCores], *round);
+                cells.windows(2).any(|w| w[0].kind == a && w[1].kind == b)
+            };
+            assert_eq!((0..5).filter(next).count(), 4, "{a} {b}");
         }
     }
 

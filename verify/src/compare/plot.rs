@@ -20,15 +20,15 @@ use super::table::{figure, group};
 use crate::devices::SOFT_DEVICE;
 
 const WIDTH: i32 = 900;
-const HEADER: i32 = 84;
+const HEADER: i32 = 88;
 const PANEL_HEAD: i32 = 34;
 const ROW: i32 = 36;
 const BAR: i32 = 20;
 const AXIS: i32 = 44;
 const FOOTER: i32 = 30;
 /// Where the bars begin and end.
-const LEFT: i32 = 110;
-const RIGHT: i32 = WIDTH - 190;
+const LEFT: i32 = 114;
+const RIGHT: i32 = WIDTH - 205;
 
 const INK: RGBColor = RGBColor(0x1f, 0x29, 0x33);
 const SOFT_INK: RGBColor = RGBColor(0x6b, 0x77, 0x85);
@@ -98,7 +98,7 @@ struct Scale {
 }
 
 impl Scale {
-    /// Whole decades around latencies; from zero to a little above the largest rate.
+    /// From a whole decade, or from zero for rates, to a little above the largest figure.
     fn of(rows: &[&Row], rates: bool) -> Scale {
         let all = || rows.iter().flat_map(|r| [value(r, rates), r.min, r.max]).flatten().filter(|v| *v > 0.0);
         let (low, high) = (all().fold(f64::INFINITY, f64::min), all().fold(0.0, f64::max));
@@ -107,7 +107,7 @@ impl Scale {
         }
         // A bar that ended at the very start of the axis would not be seen.
         let low = 10f64.powf((low * 0.8).log10().floor());
-        Scale { range: low..10f64.powf(high.log10().ceil()).max(low * 10.0), logarithmic: true }
+        Scale { range: low..(high * 1.1).max(low * 10.0), logarithmic: true }
     }
 
     fn x(&self, v: f64) -> i32 {
@@ -153,7 +153,8 @@ struct Text {
     across: HPos,
 }
 
-const NORMAL: Text = Text { size: 14.0, bold: false, colour: INK, across: HPos::Left };
+/// Sizes are those of the drawing library, which makes a fifth less of them.
+const NORMAL: Text = Text { size: 16.5, bold: false, colour: INK, across: HPos::Left };
 
 impl<B: DrawingBackend> Canvas<B>
 where
@@ -163,10 +164,10 @@ where
         self.area.fill(&WHITE)?;
         let rates = c.compares_rates();
         let what = if rates { "messages per second" } else { "latency, one way" };
-        let title = Text { size: 21.0, bold: true, ..NORMAL };
+        let title = Text { size: 26.0, bold: true, ..NORMAL };
         self.text(24, 30, &format!("{}: {what}", c.command), title)?;
         let rounds = format!("{}, {} interleaved rounds; {}", c.device, c.rounds, c.host.summary());
-        let quiet = Text { size: 13.0, colour: SOFT_INK, ..NORMAL };
+        let quiet = Text { size: 15.5, colour: SOFT_INK, ..NORMAL };
         self.text(24, 56, &rounds, quiet)?;
         let mut top = HEADER;
         for placement in placements(c) {
@@ -176,7 +177,7 @@ where
         if c.device == SOFT_DEVICE {
             foot += ".  Soft device: no NIC, PCIe or interrupt is modelled";
         }
-        self.text(24, top + FOOTER / 2 - 4, &foot, Text { size: 12.0, ..quiet })?;
+        self.text(24, top + FOOTER / 2 - 4, &foot, Text { size: 14.5, ..quiet })?;
         self.area.present()?;
         Ok(())
     }
@@ -190,13 +191,13 @@ where
             Placement::TwoCores => "server and client on two cores",
             Placement::TwoHosts => "server and client on two hosts",
         };
-        self.text(24, top + PANEL_HEAD / 2 - 3, name, Text { size: 15.0, bold: true, ..NORMAL })?;
+        self.text(24, top + PANEL_HEAD / 2 - 3, name, Text { size: 18.0, bold: true, ..NORMAL })?;
         let (first, scale) = (top + PANEL_HEAD, Scale::of(&rows, rates));
         let bottom = first + rows.len() as i32 * ROW;
         for (v, label) in scale.ticks() {
             let x = scale.x(v);
             self.line([(x, first), (x, bottom + 4)], GRID.into(), 1)?;
-            let style = Text { size: 12.0, colour: SOFT_INK, across: HPos::Center, ..NORMAL };
+            let style = Text { size: 14.5, colour: SOFT_INK, across: HPos::Center, ..NORMAL };
             self.text(x, bottom + 14, &label, style)?;
         }
         for (i, row) in rows.iter().enumerate() {
@@ -228,10 +229,11 @@ where
         let strong = Text { bold: true, ..NORMAL };
         self.text(text_at + 10, middle, &shown, strong)?;
         if let Some(note) = note(c, row, rates) {
-            let quiet = Text { size: 12.5, colour: SOFT_INK, ..NORMAL };
+            let quiet = Text { size: 15.0, colour: SOFT_INK, ..NORMAL };
             let (width, _) =
                 FontDesc::new(FontFamily::SansSerif, strong.size, FontStyle::Bold).box_size(&shown)?;
-            self.text(text_at + 10 + width as i32 + 14, middle, &note, quiet)?;
+            // The viewer of an SVG brings a font of its own, a fifth wider at the most.
+            self.text(text_at + 24 + width as i32 * 5 / 4, middle, &note, quiet)?;
         }
         Ok(())
     }
@@ -301,7 +303,8 @@ mod tests {
         let scale = Scale::of(&rows, false);
         let labels: Vec<_> = scale.ticks().into_iter().map(|t| t.1).collect();
         assert_eq!(labels, ["10 ns", "100 ns", "1 µs", "10 µs"]);
-        assert!(scale.x(0.01) == LEFT && scale.x(10.0) == RIGHT && scale.x(0.1) > LEFT);
+        assert!(scale.x(0.01) == LEFT && scale.x(9.9) < RIGHT && scale.x(0.1) > LEFT);
+        assert_eq!(scale.x(1e9), RIGHT);
         let scale = Scale::of(&rows, true);
         assert_eq!(scale.ticks()[0].1, "0");
     }
