@@ -118,7 +118,7 @@ impl Scale {
 
     fn ticks(&self) -> Vec<(f64, String)> {
         if self.logarithmic {
-            let (from, to) = (self.range.start.log10().round() as i32, self.range.end.log10().round() as i32);
+            let (from, to) = (self.range.start.log10().round() as i32, self.range.end.log10().floor() as i32);
             return (from..=to).map(|e| 10f64.powi(e)).map(|v| (v, time(v))).collect();
         }
         let step = 10f64.powf(self.range.end.log10().floor());
@@ -302,8 +302,8 @@ mod tests {
         let rows: Vec<&Row> = c.rows.iter().collect();
         let scale = Scale::of(&rows, false);
         let labels: Vec<_> = scale.ticks().into_iter().map(|t| t.1).collect();
-        assert_eq!(labels, ["10 ns", "100 ns", "1 µs", "10 µs"]);
-        assert!(scale.x(0.01) == LEFT && scale.x(9.9) < RIGHT && scale.x(0.1) > LEFT);
+        assert_eq!(labels, ["10 ns", "100 ns", "1 µs"]);
+        assert!(scale.x(0.01) == LEFT && scale.x(9.0) < RIGHT && scale.x(0.1) > LEFT);
         assert_eq!(scale.x(1e9), RIGHT);
         let scale = Scale::of(&rows, true);
         assert_eq!(scale.ticks()[0].1, "0");
