@@ -126,8 +126,8 @@ impl Cq {
         users.dedup();
         process.qps.each(|qp| {
             if users.contains(&ptr::from_ref(qp)) {
-                qp.raise(ibv_event_type::IBV_EVENT_QP_FATAL);
                 qp.fail(process);
+                qp.raise(ibv_event_type::IBV_EVENT_QP_FATAL);
             }
         });
     }
