@@ -11,6 +11,7 @@ mod cpus;
 mod devices;
 mod exec;
 mod fingerprint;
+mod interrupt;
 mod libraries;
 mod man;
 mod perftest;

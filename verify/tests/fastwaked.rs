@@ -8,6 +8,7 @@ use std::io::{BufRead, BufReader};
 use std::os::unix::process::ExitStatusExt;
 use std::path::PathBuf;
 use std::process::{Child, Command, Output, Stdio};
+use std::time::{Duration, Instant};
 
 use serde_json::Value;
 
@@ -217,4 +218,40 @@ fn the_status_names_what_would_be_used() {
     assert!(report["would_use"].as_array().is_some_and(|lines| !lines.is_empty()), "{report}");
     let item = |name: &str| report["items"].as_array().unwrap().iter().find(|i| i["name"] == name).cloned();
     assert_eq!(item("shim").expect("an item")["state"], "ok");
+}
+
+#[test]
+fn an_interrupted_comparison_leaves_neither_processes_nor_half_a_record() {
+    let dir = tempfile::tempdir().unwrap();
+    // More messages than anybody waits for, one slice of the scheduler each.
+    let args = ["compare", "--soft", "--placement", "one-core", "--record", "--no-plot"];
+    let mut command = fastwaked(&args);
+    command.args(["--timeout", "600", "--", "ib_send_lat", "-n", "100000000"]).current_dir(dir.path());
+    command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::piped());
+    let child = command.spawn().expect("fastwaked starts");
+    let children = || {
+        let path = format!("/proc/{0}/task/{0}/children", child.id());
+        let ids = std::fs::read_to_string(path).unwrap_or_default();
+        let ids: Vec<libc::pid_t> = ids.split_whitespace().map(|id| id.parse().unwrap()).collect();
+        ids
+    };
+    let deadline = Instant::now() + Duration::from_secs(60);
+    let sides = loop {
+        let sides = children();
+        if sides.len() == 2 {
+            break sides;
+        }
+        assert!(Instant::now() < deadline, "server and client were never started");
+        std::thread::sleep(Duration::from_millis(5));
+    };
+    // SAFETY: the process is our own child and has not been waited for.
+    unsafe { libc::kill(child.id() as libc::pid_t, libc::SIGTERM) };
+    let output = child.wait_with_output().unwrap();
+    assert_eq!(output.status.code(), Some(1), "{output:?}");
+    assert!(String::from_utf8_lossy(&output.stderr).contains("interrupted"), "{output:?}");
+    for side in sides {
+        // SAFETY: signal 0 only asks whether the process exists.
+        assert_eq!(unsafe { libc::kill(side, 0) }, -1, "{side} is still there");
+    }
+    assert_eq!(std::fs::read_dir(dir.path().join("perftest-runs")).unwrap().count(), 0);
 }

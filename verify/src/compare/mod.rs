@@ -27,11 +27,12 @@ use crate::devices::{self, Choice, Wish};
 use crate::exec::pair::{Client, PairExecutor, Setup};
 use crate::exec::remote::{address_towards, host_of, Session};
 use crate::fingerprint::Host;
+use crate::interrupt;
 use crate::libraries::Libraries;
 use crate::perftest::command::Command;
 use crate::progress::Progress;
 use crate::record::{runs_folder, Recorder};
-use cell::{order, Placement};
+use cell::{order, Kind, Placement};
 use result::{summarize, Comparison, Subject};
 use rounds::Watch;
 
@@ -87,8 +88,13 @@ pub(crate) fn compare(args: &CompareArgs) -> Result<ExitCode> {
     let mut progress = Progress::new(args.rounds, order(figure, &placements, 0).len());
     let mut watches: Vec<&mut dyn Watch> = vec![&mut progress];
     watches.extend(recorder.as_mut().map(|r| r as &mut dyn Watch));
-    let tallies = rounds::run(&mut executor, figure, &placements, args.rounds, &mut watches);
+    interrupt::watch()?;
+    let stop = &interrupt::happened;
+    let tallies = rounds::run(&mut executor, figure, &placements, args.rounds, &mut watches, stop);
     drop(progress);
+    if interrupt::happened() {
+        bail!("interrupted; nothing is recorded");
+    }
 
     let subject = Subject {
         device: &device.name,
@@ -108,11 +114,13 @@ pub(crate) fn compare(args: &CompareArgs) -> Result<ExitCode> {
 /// Writes the result wherever it was asked for.
 fn report(args: &CompareArgs, comparison: &Comparison, record: Option<&Path>) -> Result<ExitCode> {
     let mut text = table::render(comparison);
-    if let Some(row) = comparison.rows.iter().find(|r| r.served_pct.is_some_and(|v| v < 50.0)) {
-        text.push_str(&format!(
-            "\nnote: in {} the shim served few waits; what it does not serve is native event mode\n",
-            row.placement
-        ));
+    for row in comparison.rows.iter().filter(|r| r.name == Kind::Fastwake && r.min.is_some()) {
+        let why = match row.served_pct {
+            None if !comparison.compares_rates() => "counted no wait; was it loaded, and is it on?",
+            Some(served) if served < 50.0 => "served few waits; the others were native event mode",
+            _ => continue,
+        };
+        text.push_str(&format!("\nnote: {} {}: the shim {why}\n", row.placement, row.name));
     }
     text.push('\n');
     if let Some(folder) = record {

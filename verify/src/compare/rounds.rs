@@ -45,17 +45,21 @@ pub(crate) trait Watch {
     fn ended(&mut self, run: Run, output: &PairOutput, verdict: &Result<Sample, Spoiled>);
 }
 
-/// Runs all rounds.
+/// Runs all rounds, or those that an interruption leaves time for: `stop` is asked before each run.
 pub(crate) fn run(
     executor: &mut dyn Executor,
     figure: Figure,
     placements: &[Placement],
     rounds: u32,
     watches: &mut [&mut dyn Watch],
+    stop: &dyn Fn() -> bool,
 ) -> HashMap<Cell, Tally> {
     let mut tallies: HashMap<Cell, Tally> = HashMap::new();
     for round in 0..rounds {
         for cell in order(figure, placements, round) {
+            if stop() {
+                return tallies;
+            }
             let tally = tallies.entry(cell).or_default();
             if tally.given_up {
                 tally.samples.push(None);
@@ -159,7 +163,7 @@ mod tests {
             Kind::Polling => pair(side(&report(&format!("{}.00", 100 * (n + 1)), "900.00"))),
             _ => good(cell),
         });
-        let tallies = run(&mut executor, Figure::Latency, &TWO, 3, &mut []);
+        let tallies = run(&mut executor, Figure::Latency, &TWO, 3, &mut [], &|| false);
         assert_eq!(executor.log.len(), 15);
         assert_eq!(tallies.len(), 5);
         let medians: Vec<_> =
@@ -175,7 +179,7 @@ mod tests {
             (Kind::Polling, 0..=2) => pair(side(&report("inf", "900.00"))),
             _ => good(cell),
         });
-        let tallies = run(&mut executor, Figure::Latency, &TWO, 2, &mut []);
+        let tallies = run(&mut executor, Figure::Latency, &TWO, 2, &mut [], &|| false);
         let tally = &tallies[&polling(Placement::TwoCores)];
         assert_eq!((tally.repeated, tally.failed, tally.samples.iter().flatten().count()), (3, 0, 2));
     }
@@ -190,7 +194,7 @@ mod tests {
             }
             _ => good(cell),
         });
-        let tallies = run(&mut executor, Figure::Latency, &TWO, 4, &mut []);
+        let tallies = run(&mut executor, Figure::Latency, &TWO, 4, &mut [], &|| false);
         let cell = Cell { kind: Kind::Event, placement: Placement::TwoCores };
         let tally = &tallies[&cell];
         assert!(tally.given_up);
@@ -208,11 +212,22 @@ mod tests {
             }
             output
         });
-        let tallies = run(&mut executor, Figure::Latency, &TWO, 3, &mut []);
+        let tallies = run(&mut executor, Figure::Latency, &TWO, 3, &mut [], &|| false);
         let tally = &tallies[&polling(Placement::TwoCores)];
         let there: Vec<_> = tally.samples.iter().map(Option::is_some).collect();
         assert_eq!(there, [true, false, true]);
         assert_eq!((tally.failed, tally.repeated, tally.given_up), (1, 1, false));
+    }
+
+    #[test]
+    fn nothing_runs_once_it_is_interrupted() {
+        let runs = std::cell::Cell::new(0);
+        let mut executor = scripted(|cell, _| {
+            runs.set(runs.get() + 1);
+            good(cell)
+        });
+        run(&mut executor, Figure::Latency, &TWO, 3, &mut [], &|| runs.get() == 2);
+        assert_eq!(runs.get(), 2);
     }
 
     #[test]
@@ -232,7 +247,7 @@ mod tests {
             _ => good(cell),
         });
         let mut seen = Seen::default();
-        run(&mut executor, Figure::Latency, &TWO, 1, &mut [&mut seen]);
+        run(&mut executor, Figure::Latency, &TWO, 1, &mut [&mut seen], &|| false);
         assert_eq!((seen.0, seen.1.len()), (6, 6));
         assert!(seen.1.contains(&(0, false)) && seen.1.contains(&(1, true)));
     }

@@ -16,6 +16,7 @@ use std::time::{Duration, Instant};
 use serde::{Deserialize, Serialize};
 
 use crate::cpus::CpuSet;
+use crate::interrupt;
 
 /// Most output that is kept of one process, in bytes; a perftest prints two thousand.
 const OUTPUT_LIMIT: u64 = 256 * 1024;
@@ -222,7 +223,8 @@ impl Child {
     }
 }
 
-/// Waits until one of the processes has ended or `deadline` has passed; says whether one has.
+/// Waits until one of the processes has ended or `deadline` has passed; says whether one has. A
+/// comparison that is interrupted waits no longer.
 pub(crate) fn wait_any(children: &[&Child], deadline: Instant) -> bool {
     let fd = |child: &&Child| libc::pollfd { fd: child.pidfd.as_raw_fd(), events: libc::POLLIN, revents: 0 };
     let mut fds: Vec<libc::pollfd> = children.iter().map(fd).collect();
@@ -231,7 +233,7 @@ pub(crate) fn wait_any(children: &[&Child], deadline: Instant) -> bool {
         let ms = left.as_millis().min(60_000) as i32 + i32::from(!left.is_zero());
         // SAFETY: the pointer and the count describe a live vector, whose entries the call updates.
         let ready = unsafe { libc::poll(fds.as_mut_ptr(), fds.len() as libc::nfds_t, ms) };
-        if ready > 0 || left.is_zero() {
+        if ready > 0 || left.is_zero() || interrupt::happened() {
             return ready > 0;
         }
     }
