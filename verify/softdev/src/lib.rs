@@ -47,3 +47,9 @@ mod stream;
 mod unsupported;
 
 pub use doorbell::fw_soft_doorbell;
+
+/// The version of this library, for `fastwaked --version`: a constant C string.
+#[no_mangle]
+pub extern "C" fn fastwake_softdev_version() -> *const std::ffi::c_char {
+    concat!(env!("CARGO_PKG_VERSION"), "\0").as_ptr().cast()
+}
