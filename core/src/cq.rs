@@ -10,7 +10,7 @@ use std::cell::UnsafeCell;
 use std::ffi::c_int;
 use std::mem::MaybeUninit;
 use std::ptr;
-use std::sync::atomic::{AtomicPtr, AtomicU32, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU32, AtomicU64, Ordering};
 
 use rdma_sys::{ibv_cq, ibv_wc};
 
@@ -57,6 +57,10 @@ pub struct Cq {
     owed: AtomicU32,
     inner: UnsafeCell<Inner>,
     noted: Counter,
+    /// Events that the application acknowledged, until the CQ is destroyed.
+    acknowledged: AtomicU32,
+    /// `ibv_destroy_cq` waits for acknowledgements: they go to libibverbs at once.
+    destroying: AtomicBool,
 }
 
 // SAFETY: `inner` is touched under `lock` only; everything else is atomic.
@@ -85,6 +89,8 @@ impl Default for Cq {
             owed: AtomicU32::new(0),
             inner: UnsafeCell::new(Inner::default()),
             noted: Counter::new(),
+            acknowledged: AtomicU32::new(0),
+            destroying: AtomicBool::new(false),
         }
     }
 }
@@ -365,6 +371,25 @@ impl Cq {
         })
     }
 
+    /// The application acknowledges events. Returns how many are to be passed on at once.
+    #[inline]
+    pub fn acknowledge(&self, events: u32) -> Option<u32> {
+        // SeqCst, as in `begin_destroy`: of the two, one sees what the other wrote.
+        self.acknowledged.fetch_add(events, Ordering::SeqCst);
+        self.destroying.load(Ordering::SeqCst).then(|| self.acknowledged.swap(0, Ordering::SeqCst))
+    }
+
+    /// The CQ is about to be destroyed: returns the events acknowledged and not passed on.
+    pub fn begin_destroy(&self) -> u32 {
+        self.destroying.store(true, Ordering::SeqCst);
+        self.acknowledged.swap(0, Ordering::SeqCst)
+    }
+
+    /// The CQ was not destroyed after all.
+    pub fn cancel_destroy(&self) {
+        self.destroying.store(false, Ordering::SeqCst);
+    }
+
     /// Events made so far, of which the kernel knows nothing.
     pub fn made(&self) -> u64 {
         self.locked(|inner| inner.made)
@@ -380,6 +405,8 @@ impl Cq {
             self.real.store(ptr::null_mut(), Ordering::Relaxed);
         });
         COUNTERS.noted.add(self.noted.take());
+        self.acknowledged.store(0, Ordering::SeqCst);
+        self.destroying.store(false, Ordering::SeqCst);
         self.set_channel(None);
         POOL.give_back(self);
     }

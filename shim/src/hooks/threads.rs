@@ -5,7 +5,7 @@
 //! the other one, perhaps on this very core, would have run at once.
 
 use std::ffi::{c_int, c_long, c_void};
-use std::sync::atomic::{AtomicI32, Ordering};
+use std::sync::atomic::{AtomicU32, Ordering};
 
 use fastwake::waiter::cancel_somebody;
 
@@ -25,10 +25,32 @@ hooks! {
 }
 
 /// A mutex word that says that somebody waits (glibc's lock word, and the futex convention).
-const CONTENDED: i32 = 2;
+const CONTENDED: u32 = 2;
+/// Where glibc counts the waiters of a semaphore and of a condition variable (the latter in eighths).
+/// A wrong answer would cost or save a yield, no more.
+const SEMAPHORE_WAITERS: usize = 4;
+const CONDITION_WAITERS: usize = 36;
 
 fn woke_one() {
     thread::with(|me| me.waiter.neighbours.woke_one());
+}
+
+/// The word of a synchronisation object at `offset`.
+///
+/// # Safety
+/// `object` points to a live object that is larger than that.
+unsafe fn word(object: *mut c_void, offset: usize) -> u32 {
+    // SAFETY: as the caller says; such words are aligned.
+    unsafe { (*object.byte_add(offset).cast::<AtomicU32>()).load(Ordering::Relaxed) }
+}
+
+/// Whether somebody waits on a condition variable.
+///
+/// # Safety
+/// `condition` is the caller's of pthread_cond_signal.
+unsafe fn awaited(condition: *mut libc::pthread_cond_t) -> bool {
+    // SAFETY: as the caller says; the object has 48 bytes.
+    unsafe { word(condition.cast(), CONDITION_WAITERS) >> 3 != 0 }
 }
 
 unsafe extern "C" fn cancel(target: libc::pthread_t) -> c_int {
@@ -51,7 +73,8 @@ unsafe extern "C" fn set_cancel_type(kind: c_int, old: *mut c_int) -> c_int {
 
 unsafe extern "C" fn post_semaphore(semaphore: *mut libc::sem_t) -> c_int {
     let hook = &sem_post::HOOK;
-    if hook.wanted() {
+    // SAFETY: the caller's semaphore, of 32 bytes.
+    if hook.wanted() && unsafe { word(semaphore.cast(), SEMAPHORE_WAITERS) } != 0 {
         woke_one();
     }
     call_real!(hook.real, fn(*mut libc::sem_t) -> c_int, (semaphore), -1)
@@ -59,7 +82,8 @@ unsafe extern "C" fn post_semaphore(semaphore: *mut libc::sem_t) -> c_int {
 
 unsafe extern "C" fn signal_condition(condition: *mut libc::pthread_cond_t) -> c_int {
     let hook = &pthread_cond_signal::HOOK;
-    if hook.wanted() {
+    // SAFETY: the caller's condition variable.
+    if hook.wanted() && unsafe { awaited(condition) } {
         woke_one();
     }
     call_real!(hook.real, fn(*mut libc::pthread_cond_t) -> c_int, (condition), libc::ENOSYS)
@@ -67,7 +91,8 @@ unsafe extern "C" fn signal_condition(condition: *mut libc::pthread_cond_t) -> c
 
 unsafe extern "C" fn broadcast_condition(condition: *mut libc::pthread_cond_t) -> c_int {
     let hook = &pthread_cond_broadcast::HOOK;
-    if hook.wanted() {
+    // SAFETY: the caller's condition variable.
+    if hook.wanted() && unsafe { awaited(condition) } {
         woke_one();
     }
     call_real!(hook.real, fn(*mut libc::pthread_cond_t) -> c_int, (condition), libc::ENOSYS)
@@ -76,7 +101,7 @@ unsafe extern "C" fn broadcast_condition(condition: *mut libc::pthread_cond_t) -
 unsafe extern "C" fn unlock_mutex(mutex: *mut libc::pthread_mutex_t) -> c_int {
     let hook = &pthread_mutex_unlock::HOOK;
     // SAFETY: the caller holds this mutex; its first word is the lock word.
-    if hook.wanted() && unsafe { (*mutex.cast::<AtomicI32>()).load(Ordering::Relaxed) } == CONTENDED {
+    if hook.wanted() && unsafe { word(mutex.cast(), 0) } == CONTENDED {
         woke_one();
     }
     call_real!(hook.real, fn(*mut libc::pthread_mutex_t) -> c_int, (mutex), libc::ENOSYS)

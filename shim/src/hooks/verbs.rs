@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT
 //! libibverbs: channels, CQs, waits, and what may take completions away.
 
-use std::ffi::{c_int, c_void};
+use std::ffi::{c_int, c_uint, c_void};
 use std::ptr;
 
 use fastwake::channel::{AckCqEvents, Channel, GetCqEvent, CHANNELS, CQS};
@@ -10,11 +10,9 @@ use fastwake::wait::Wait;
 use rdma_sys::{ibv_comp_channel, ibv_context, ibv_cq, ibv_qp, ibv_qp_attr, ibv_qp_attr_mask, ibv_qp_state};
 
 use super::{fds, hooks};
-use crate::real::{call_real, Real};
+use crate::real::call_real;
 use crate::thread::{self, Thread};
 use crate::{kick, ops, process, signals};
-
-static ACK_CQ_EVENTS: Real = Real::verbs(c"ibv_ack_cq_events");
 
 hooks! {
     ibv_create_comp_channel(verbs) = create_comp_channel;
@@ -24,6 +22,7 @@ hooks! {
     ibv_resize_cq(verbs) = resize_cq;
     ibv_destroy_cq(verbs) = destroy_cq;
     ibv_get_cq_event(verbs) = get_cq_event;
+    ibv_ack_cq_events(verbs) = ack_cq_events;
     ibv_modify_qp(verbs) = modify_qp;
     ibv_destroy_qp(verbs) = destroy_qp;
 }
@@ -59,7 +58,7 @@ unsafe fn account_of(channel: *mut ibv_comp_channel) -> Option<&'static Channel>
     if let Some(account) = CHANNELS.get(channel) {
         return Some(account);
     }
-    let (get, ack) = (ibv_get_cq_event::HOOK.real.address(), ACK_CQ_EVENTS.address());
+    let (get, ack) = (ibv_get_cq_event::HOOK.real.address(), ibv_ack_cq_events::HOOK.real.address());
     // SAFETY: live, as the caller says.
     if get.is_null() || ack.is_null() || !unsafe { ops::replace((*channel).context) } {
         log::warn!("this verbs library has no operations to stand before; the program runs without FastWake");
@@ -157,11 +156,12 @@ unsafe extern "C" fn destroy_cq(cq: *mut ibv_cq) -> c_int {
     if let Some(channel) = channel {
         channel.remove(account);
     }
-    // The application acknowledges made events to libibverbs' own counter; the kernel knows nothing
-    // of them, and the destroy waits until the two agree.
+    // Made events are acknowledged like any, but the kernel knows nothing of them, and the destroy
+    // waits until it and the acknowledgements agree.
     let made = account.made() as u32;
+    let acknowledged = account.begin_destroy();
     // SAFETY: live until it is destroyed.
-    unsafe { add_completed(cq, made.wrapping_neg()) };
+    unsafe { add_completed(cq, acknowledged.wrapping_sub(made)) };
     let rc = destroy();
     if rc == 0 {
         CQS.remove(cq);
@@ -169,6 +169,7 @@ unsafe extern "C" fn destroy_cq(cq: *mut ibv_cq) -> c_int {
     } else {
         // SAFETY: it was not destroyed.
         unsafe { add_completed(cq, made) };
+        account.cancel_destroy();
         if let Some(channel) = channel {
             channel.add(account);
         }
@@ -187,6 +188,21 @@ unsafe fn add_completed(cq: *mut ibv_cq, n: u32) {
         libc::pthread_mutex_lock(mutex);
         (*cq).comp_events_completed = (*cq).comp_events_completed.wrapping_add(n);
         libc::pthread_mutex_unlock(mutex);
+    }
+}
+
+/// Acknowledging takes libibverbs a mutex and a condition variable, on every event; what is kept in
+/// the account instead goes to its counter when the CQ is destroyed.
+unsafe extern "C" fn ack_cq_events(cq: *mut ibv_cq, events: c_uint) {
+    let hook = &ibv_ack_cq_events::HOOK;
+    let real = |events| call_real!(hook.real, fn(*mut ibv_cq, c_uint) -> (), (cq, events), ());
+    match CQS.get(cq) {
+        Some(account) if hook.wanted() => {
+            if let Some(late) = account.acknowledge(events) {
+                real(late);
+            }
+        }
+        _ => real(events),
     }
 }
 
