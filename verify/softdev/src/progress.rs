@@ -15,7 +15,7 @@ use crate::say::say_once;
 use crate::segment::Segment;
 use parking_lot::Mutex;
 use rdma_sys::ibv_event_type;
-use rdma_sys::ibv_qp_state::IBV_QPS_RTR;
+use rdma_sys::ibv_qp_state::{IBV_QPS_ERR, IBV_QPS_RTR};
 use std::fs::{File, OpenOptions};
 use std::io::{self, Read, Write};
 use std::os::fd::AsRawFd;
@@ -192,6 +192,10 @@ fn orphan(process: &Process, qp: &Qp, peer: &Peer) {
     let mut sq = qp.sq.lock();
     if sq.connection.as_ref().is_some_and(|conn| !std::ptr::eq(&*conn.peer, peer)) {
         // Connected anew, to the process that has the id now.
+        return;
+    }
+    if qp.state() == IBV_QPS_ERR {
+        // A send met the dead peer first, and said so.
         return;
     }
     sq.peer_died(qp, process);

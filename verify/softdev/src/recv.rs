@@ -153,7 +153,11 @@ pub(crate) unsafe extern "C" fn post_recv(
 ) -> c_int {
     // SAFETY: called through the ops of a context of this device with one of its QPs.
     let qp = unsafe { Qp::of(qp) };
-    let Some(process) = Process::get() else { return libc::EPERM };
+    let Some(process) = Process::get() else {
+        // SAFETY: room for a pointer, as verbs demand.
+        unsafe { *bad = wr };
+        return libc::EPERM;
+    };
     let mut rq = qp.rq.lock();
     let (before, mut wr, mut rc) = (rq.posted, wr, 0);
     // SAFETY: a list of live requests, as verbs demand.

@@ -13,7 +13,8 @@ use std::collections::{BTreeMap, HashMap};
 use std::fs::{self, DirBuilder, File, OpenOptions};
 use std::io;
 use std::os::fd::AsRawFd;
-use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt};
+use std::mem::offset_of;
+use std::os::unix::fs::{DirBuilderExt, FileExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
@@ -146,6 +147,7 @@ impl Segment {
     /// Whatever the file system says; `EACCES` for a folder that others may write to.
     pub(crate) fn create(folder: PathBuf) -> io::Result<Segment> {
         make_folder(&folder)?;
+        reap_all(&folder);
         let pid = std::process::id();
         let start_time = start_time(pid).unwrap_or(0);
         let building = folder.join(format!("new.{pid}"));
@@ -335,6 +337,32 @@ pub(crate) fn alive(pid: u32, start: u64) -> bool {
     start_time(pid).is_some_and(|now| start == 0 || now == start)
 }
 
+/// Who owns the segment in `file`: pid and start time.
+fn owner(file: &File) -> io::Result<(u32, u64)> {
+    let mut pid = [0; 4];
+    let mut start = [0; 8];
+    file.read_exact_at(&mut pid, offset_of!(SegmentHead, pid) as u64)?;
+    file.read_exact_at(&mut start, offset_of!(SegmentHead, start_time) as u64)?;
+    Ok((u32::from_ne_bytes(pid), u64::from_ne_bytes(start)))
+}
+
+/// Removes what dead processes left in the folder, so that it does not fill up.
+fn reap_all(folder: &Path) {
+    let Ok(entries) = fs::read_dir(folder) else { return };
+    for entry in entries.flatten() {
+        let name = entry.file_name();
+        let Some(name) = name.to_str() else { continue };
+        if let Some(id) = name.strip_suffix(".seg").and_then(|id| id.parse().ok()) {
+            // What cannot be looked at is left to whoever wants its id.
+            let _ = reap(folder, id);
+        } else if let Some(pid) = name.strip_prefix("new.").and_then(|pid| pid.parse().ok()) {
+            if start_time(pid).is_none() {
+                let _ = fs::remove_file(entry.path());
+            }
+        }
+    }
+}
+
 /// Removes the files of segment `id` if its owner is dead. Returns whether the id is free now.
 fn reap(folder: &Path, id: u32) -> io::Result<bool> {
     let name = file_of(folder, id, "seg");
@@ -353,13 +381,10 @@ fn reap(folder: &Path, id: u32) -> io::Result<bool> {
         Ok(_) => return Ok(false),
         Err(_) => return Ok(true),
     }
-    let dead = match Map::new(&file) {
-        Ok(map) => {
-            let head = map.head();
-            !alive(head.pid.load(Ordering::Relaxed), head.start_time.load(Ordering::Relaxed))
-        }
+    let dead = match owner(&file) {
+        Ok((pid, start)) => !alive(pid, start),
         // Not a segment at all: nobody can use it.
-        Err(e) => e.raw_os_error() == Some(libc::EINVAL),
+        Err(e) => e.kind() == io::ErrorKind::UnexpectedEof,
     };
     if dead {
         remove_files(folder, id);
@@ -367,22 +392,17 @@ fn reap(folder: &Path, id: u32) -> io::Result<bool> {
     Ok(dead)
 }
 
-/// Removes every file of segment `id`, its own name last, and what dead builders left.
+/// Removes every file of segment `id`, its own name last.
 fn remove_files(folder: &Path, id: u32) {
-    let prefix = format!("{id}.");
+    let (prefix, last) = (format!("{id}."), format!("{id}.seg"));
     if let Ok(entries) = fs::read_dir(folder) {
         for entry in entries.flatten() {
-            let name = entry.file_name();
-            let Some(name) = name.to_str() else { continue };
-            let builder = name.strip_prefix("new.").and_then(|pid| pid.parse().ok());
-            if (name.starts_with(&prefix) && !name.ends_with(".seg"))
-                || builder.is_some_and(|pid| pid != std::process::id() && start_time(pid).is_none())
-            {
+            if entry.file_name().to_str().is_some_and(|name| name.starts_with(&prefix) && name != last) {
                 let _ = fs::remove_file(entry.path());
             }
         }
     }
-    let _ = fs::remove_file(file_of(folder, id, "seg"));
+    let _ = fs::remove_file(folder.join(last));
 }
 
 #[cfg(test)]

@@ -353,7 +353,11 @@ pub(crate) unsafe extern "C" fn post_send(
 ) -> c_int {
     // SAFETY: called through the ops of a context of this device with one of its QPs.
     let qp = unsafe { Qp::of(qp) };
-    let Some(process) = Process::get() else { return libc::EPERM };
+    let Some(process) = Process::get() else {
+        // SAFETY: room for a pointer, as verbs demand.
+        unsafe { *bad = wr };
+        return libc::EPERM;
+    };
     let mut sq = qp.sq.lock();
     let (mut wr, mut rc) = (wr, 0);
     if !sq.waiting.is_empty() {

@@ -21,11 +21,12 @@ pub(crate) struct Role {
     body: fn(&mut Links),
     env: Vec<(&'static str, String)>,
     killed: bool,
+    waits: bool,
 }
 
 /// A process that runs `body` and must succeed.
 pub(crate) fn role(body: fn(&mut Links)) -> Role {
-    Role { body, env: Vec::new(), killed: false }
+    Role { body, env: Vec::new(), killed: false, waits: false }
 }
 
 #[allow(dead_code, reason = "not every test file needs all of it")]
@@ -33,6 +34,12 @@ impl Role {
     /// Sets an environment variable.
     pub(crate) fn env(mut self, name: &'static str, value: impl Into<String>) -> Self {
         self.env.push((name, value.into()));
+        self
+    }
+
+    /// Says that the process is not started with the others, but by [`Links::start`].
+    pub(crate) fn on_demand(mut self) -> Self {
+        self.waits = true;
         self
     }
 
@@ -77,6 +84,21 @@ impl Links {
         })
     }
 
+    /// Starts role `other` of the test `name`, one of those on demand. Returns its process and the
+    /// connection to it, on which it is the role 1 of this role 0.
+    pub(crate) fn start(&self, name: &str, other: usize) -> (Child, Links) {
+        let (here, there) = UnixStream::pair().expect("sockets");
+        let child = Command::new(std::env::current_exe().expect("own name"))
+            .args(["--exact", name, "--nocapture", "--test-threads=1"])
+            .env("FASTWAKE_ROLE", other.to_string())
+            .env("FASTWAKE_DEMAND", "1")
+            .stdin(std::os::fd::OwnedFd::from(there))
+            .stdout(Stdio::null())
+            .spawn()
+            .expect("a role's process");
+        (child, Links { streams: vec![here], me: 0, folder: self.folder.clone() })
+    }
+
     /// Waits until both of two roles are here.
     pub(crate) fn meet(&mut self, other: usize) {
         self.tell(other, &[0x6d65_6574]);
@@ -103,6 +125,27 @@ pub(crate) fn effort(quick: u32, long: u32) -> u32 {
     }
 }
 
+/// Plays the test `name` like [`play`], with a /dev/shm of its own of `size`. Needs the right to
+/// mount, in a user namespace if need be.
+#[allow(dead_code, reason = "not every test file needs all of it")]
+pub(crate) fn play_in_small_shm(name: &str, size: &str, roles: &[Role]) {
+    if std::env::var_os("FASTWAKE_ROLE").is_some() || std::env::var_os("FASTWAKE_SMALL").is_some() {
+        return play(name, roles);
+    }
+    // SAFETY: cannot fail.
+    let flags = if unsafe { libc::geteuid() } == 0 { "-m" } else { "-rm" };
+    let mount = format!(r#"mount -t tmpfs -o size={size},mode=1777 tmpfs /dev/shm && exec "$0" "$@""#);
+    let status = Command::new("unshare")
+        .args([flags, "sh", "-c", &mount])
+        .arg(std::env::current_exe().expect("own name"))
+        .args(["--exact", name, "--nocapture", "--test-threads=1"])
+        .env("FASTWAKE_SMALL", "1")
+        .stdout(Stdio::null())
+        .status()
+        .expect("unshare(1) is there");
+    assert!(status.success(), "{name} in a /dev/shm of {size}: {status}");
+}
+
 /// Plays the test `name`, which must be the name of the calling test function.
 pub(crate) fn play(name: &str, roles: &[Role]) {
     match std::env::var("FASTWAKE_ROLE") {
@@ -115,11 +158,15 @@ pub(crate) fn play(name: &str, roles: &[Role]) {
 fn perform(me: usize, roles: &[Role]) {
     let folder = PathBuf::from(std::env::var_os("FASTWAKE_STAGE").expect("a stage"));
     let hub = folder.join("hub");
-    let streams = if me == 0 {
+    let others = roles.iter().skip(1).filter(|role| !role.waits).count();
+    let streams = if std::env::var_os("FASTWAKE_DEMAND").is_some() {
+        // SAFETY: standard input is the socket that `start` put there; nobody else uses it.
+        vec![unsafe { std::os::fd::FromRawFd::from_raw_fd(0) }]
+    } else if me == 0 {
         let listener = UnixListener::bind(folder.join("hub.new")).expect("hub");
         std::fs::rename(folder.join("hub.new"), &hub).expect("hub's name");
-        let mut streams: Vec<Option<UnixStream>> = (1..roles.len()).map(|_| None).collect();
-        for _ in 1..roles.len() {
+        let mut streams: Vec<Option<UnixStream>> = (0..others).map(|_| None).collect();
+        for _ in 0..others {
             let (mut stream, _) = listener.accept().expect("a role connects");
             let mut index = [0];
             stream.read_exact(&mut index).expect("a role's number");
@@ -151,6 +198,7 @@ fn direct(name: &str, roles: &[Role]) {
     let mut actors: Vec<(usize, Child)> = roles
         .iter()
         .enumerate()
+        .filter(|(_, role)| !role.waits)
         .map(|(me, role)| {
             let mut command = Command::new(std::env::current_exe().expect("own name"));
             command
