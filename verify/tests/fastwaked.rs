@@ -200,6 +200,21 @@ fn a_client_runs_through_an_agent_that_knows_the_token() {
 }
 
 #[test]
+fn a_client_runs_over_ssh() {
+    // No sshd here: an ssh that runs the command on this host, as sshd would on another.
+    let dir = tempfile::tempdir().unwrap();
+    let ssh = dir.path().join("ssh");
+    std::fs::write(&ssh, "#!/bin/sh\nwhile [ \"$1\" != -- ]; do shift; done\nshift\nexec \"$@\"\n").unwrap();
+    std::fs::set_permissions(&ssh, std::os::unix::fs::PermissionsExt::from_mode(0o755)).unwrap();
+    let path = format!("{}:{}", dir.path().display(), std::env::var("PATH").unwrap_or_default());
+    let args = ["compare", "--rounds", "1", "--soft", "--json", "-", "--no-plot", "--client", "localhost"];
+    let mut command = fastwaked(&args);
+    command.args(["--client-fastwaked", BIN, "--", "ib_read_lat", "-n", "200"]).env("PATH", path);
+    let result = json(&mut command);
+    assert_eq!(find(&result["rows"], "fastwake", "two-hosts")["failed_runs"], 0);
+}
+
+#[test]
 fn the_selftest_passes_here() {
     let report = json(&mut fastwaked(&["selftest", "--json"]));
     assert_eq!(report["passed"], true, "{report}");

@@ -106,30 +106,43 @@ pub(crate) fn compare(args: &CompareArgs) -> Result<ExitCode> {
         rounds: args.rounds,
     };
     let comparison = summarize(subject, &tallies);
-    let record =
-        recorder.map(|r| r.complete(&canonical(args, &device, &comparison), &comparison)).transpose()?;
-    report(args, &comparison, record.as_deref())
+    show(args, &table::render(&comparison))?;
+    let command = canonical(args, &device, &comparison);
+    let record = recorder.map(|r| r.complete(&command, &comparison)).transpose()?;
+    keep(args, &comparison, record)?;
+    match comparison.failures().len() {
+        0 => Ok(ExitCode::SUCCESS),
+        n => bail!("{n} of {} kinds of run failed; the reasons stand above", comparison.rows.len()),
+    }
 }
 
-/// Writes the result wherever it was asked for.
-fn report(args: &CompareArgs, comparison: &Comparison, record: Option<&Path>) -> Result<ExitCode> {
-    let mut text = table::render(comparison);
+/// Prints for people: to standard output, or to standard error where that is for the JSON.
+fn show(args: &CompareArgs, text: &str) -> Result<()> {
+    if args.json.as_deref() == Some(Path::new("-")) {
+        eprint!("{text}");
+        return Ok(());
+    }
+    crate::print(text)
+}
+
+/// Writes the result wherever it was asked for, and says where that is. The table is on the screen
+/// already: a folder that cannot be written costs no figures.
+fn keep(args: &CompareArgs, comparison: &Comparison, record: Option<PathBuf>) -> Result<()> {
+    let mut text = String::from("\n");
     for row in comparison.rows.iter().filter(|r| r.name == Kind::Fastwake && r.min.is_some()) {
         let why = match row.served_pct {
             None if !comparison.compares_rates() => "counted no wait; was it loaded, and is it on?",
             Some(served) if served < 50.0 => "served few waits; the others were native event mode",
             _ => continue,
         };
-        text.push_str(&format!("\nnote: {} {}: the shim {why}\n", row.placement, row.name));
+        text.push_str(&format!("note   {} {}: the shim {why}\n", row.placement, row.name));
     }
-    text.push('\n');
     if let Some(folder) = record {
         text.push_str(&format!("record {}\n", folder.display()));
     }
-    let json_to_stdout = args.json.as_deref() == Some(Path::new("-"));
     if let Some(file) = &args.json {
         let json = serde_json::to_string_pretty(comparison)? + "\n";
-        if json_to_stdout {
+        if file == Path::new("-") {
             crate::print(&json)?;
         } else {
             fs::write(file, json).with_context(|| format!("writing {}", file.display()))?;
@@ -137,20 +150,16 @@ fn report(args: &CompareArgs, comparison: &Comparison, record: Option<&Path>) ->
         }
     }
     if !args.no_plot {
-        let dir = args.plot.clone().unwrap_or_else(plot_folder);
-        for file in plot::draw(comparison, &dir)? {
-            text.push_str(&format!("plot   {}\n", file.display()));
+        match plot::draw(comparison, &args.plot.clone().unwrap_or_else(plot_folder)) {
+            Ok(files) => {
+                files.iter().for_each(|file| text.push_str(&format!("plot   {}\n", file.display())));
+            }
+            // Drawn unasked: not worth a failure.
+            Err(error) if args.plot.is_none() => text.push_str(&format!("plot   none: {error:#}\n")),
+            Err(error) => return Err(error),
         }
     }
-    if json_to_stdout {
-        eprint!("{text}");
-    } else {
-        crate::print(&text)?;
-    }
-    match comparison.failures().len() {
-        0 => Ok(ExitCode::SUCCESS),
-        n => bail!("{n} of {} kinds of run failed; the reasons stand above", comparison.rows.len()),
-    }
+    show(args, &text)
 }
 
 /// The device: options of compare go before those of the test.
