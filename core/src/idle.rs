@@ -14,9 +14,9 @@ use crate::settings::Idle;
 
 /// Nanoseconds of a kernel wake-up, until it is measured.
 const WAKE: u64 = 8_000;
-/// Polling is bounded by this many wake-ups. Two peers that both sleep see waits of one wake-up
-/// each: the bound must lie well above it, or they would never find out that they could poll.
-const PATIENCE: u64 = 3;
+/// Polling is bounded by this many wake-ups. Two peers that both sleep, on one core, see waits of
+/// three wake-ups: the bound must lie above that, or they would never find out that they could poll.
+const PATIENCE: u64 = 5;
 
 static WAKE_NS: AtomicU64 = AtomicU64::new(WAKE);
 /// `FW_SPIN_US` in nanoseconds, or `u64::MAX` where the measured cost decides.
