@@ -90,13 +90,16 @@ pub(crate) fn yardstick(
     checks
 }
 
-/// The goals.
+/// The goals. Those of latency are stated for SEND; a passive server wakes nobody.
 pub(crate) fn goals(
     command: &Command,
     placements: &[Placement],
     tallies: &HashMap<Cell, Tally>,
 ) -> Vec<Check> {
     let figure = command.figure();
+    if figure == Figure::Latency && !command.server_is_active() {
+        return Vec::new();
+    }
     let mut checks = Vec::new();
     for &placement in placements {
         let over = |other| rounds_of(tallies, figure, placement, Kind::Fastwake, other);
@@ -231,6 +234,14 @@ mod tests {
         assert_eq!(c.yardstick.len(), 1);
         assert!(find(&c.yardstick, "event - raw-pipe").holds);
         assert!(!find(&c.goals, "fastwake/event").holds);
+    }
+
+    #[test]
+    fn a_passive_server_has_neither_yardstick_nor_goals() {
+        let command = Command::parse(&["ib_read_lat"]).unwrap();
+        let t = tallies(Placement::TwoCores, &[(Kind::Event, &[1.0]), (Kind::Fastwake, &[1.0])]);
+        assert!(goals(&command, &[Placement::TwoCores], &t).is_empty());
+        assert!(yardstick(&command, &[Placement::TwoCores], &t).is_empty());
     }
 
     #[test]
