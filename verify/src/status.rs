@@ -81,7 +81,15 @@ fn report() -> Report {
     let soft = of_softdev(&libraries);
     let tls = context::check();
     let mut items = vec![
-        ok("cpu", format!("{}, {}", host.cpu, host.kernel)),
+        ok(
+            "cpu",
+            [Some(&host.cpu), Some(&host.kernel), host.hypervisor.as_ref()]
+                .into_iter()
+                .flatten()
+                .cloned()
+                .collect::<Vec<_>>()
+                .join(", "),
+        ),
         cores(&cpus::allowed(), host.cores),
         quota(cpus::quota()),
         library("shim", &of_shim(&libraries)),
