@@ -37,6 +37,9 @@ pub type AckCqEvents = unsafe extern "C" fn(*mut ibv_cq, c_uint);
 /// Nanoseconds that a channel stays in kernel mode after two threads waited on it at once.
 const SHARED_NS: u64 = 100_000_000;
 
+/// Waits that find their event there before the channel is served all the same; at first.
+const READY_PATIENCE: u32 = 16;
+
 /// The accounts of the application's CQs, by the CQ's address.
 pub static CQS: Table<ibv_cq, Cq> = Table::new();
 /// The accounts of its channels.
@@ -78,7 +81,6 @@ pub(crate) enum Record {
 }
 
 /// What is guarded by the lock.
-#[derive(Default)]
 pub(crate) struct Inner {
     pub(crate) cqs: Vec<&'static Cq>,
     /// Where the next sweep begins.
@@ -86,6 +88,11 @@ pub(crate) struct Inner {
     kick: Option<Box<dyn Kick>>,
     /// Kernel events forced and not read yet.
     pub(crate) kicks_out: u32,
+    /// Waits in kernel mode, one after the other, that found their event there, and how many of
+    /// these make the channel worth serving: a program that polls the descriptor in a way that we
+    /// cannot see looks the same, and is found out by the watchdog.
+    pub(crate) ready_waits: u32,
+    pub(crate) ready_patience: u32,
     pub(crate) expectation: Expectation,
     /// When the waiter that sleeps began to wait, in ticks; 0 where none does.
     pub(crate) asleep_since: u64,
@@ -93,6 +100,24 @@ pub(crate) struct Inner {
     pub(crate) hint_at: u64,
     pub(crate) hint_gap: u64,
     pub(crate) below: Option<(GetCqEvent, AckCqEvents)>,
+}
+
+impl Default for Inner {
+    fn default() -> Self {
+        Inner {
+            cqs: Vec::new(),
+            next: 0,
+            kick: None,
+            kicks_out: 0,
+            ready_waits: 0,
+            ready_patience: READY_PATIENCE,
+            expectation: Expectation::default(),
+            asleep_since: 0,
+            hint_at: 0,
+            hint_gap: 0,
+            below: None,
+        }
+    }
 }
 
 impl Inner {
@@ -292,6 +317,14 @@ impl Channel {
         self.locked(|inner| self.to_kernel_locked(inner));
     }
 
+    /// The application waits on the descriptor in another way.
+    pub fn waited_elsewhere(&self) {
+        self.locked(|inner| {
+            inner.ready_patience = u32::MAX;
+            self.to_kernel_locked(inner);
+        });
+    }
+
     pub(crate) fn to_kernel_locked(&self, inner: &mut Inner) {
         if self.mode() != Mode::Served {
             return;
@@ -397,6 +430,7 @@ impl Channel {
             Watch::Quiet
         } else if act && self.deserted_at.load(Ordering::Relaxed) == waits {
             COUNTERS.watchdog_arms.add(1);
+            inner.ready_patience = inner.ready_patience.saturating_mul(8);
             self.to_kernel_locked(inner);
             Watch::Quiet
         } else {

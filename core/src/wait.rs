@@ -62,8 +62,8 @@ impl Channel {
         }
     }
 
-    /// In kernel mode the kernel's way is taken, unless the thread really has to wait and the
-    /// channel can be served instead.
+    /// In kernel mode the kernel's way is taken, unless the thread really has to wait, or has come
+    /// back to wait many times without, and the channel can be served instead.
     #[cold]
     fn wait_kernel(&'static self, me: &Waiter, policy: Policy) -> Wait {
         let wanted = match policy.serve {
@@ -74,10 +74,13 @@ impl Channel {
             if self.mode() != Mode::Kernel {
                 return Wait::Again;
             }
-            let serve = wanted
-                && inner.kicks_out == 0
-                && inner.cqs.iter().any(|cq| cq.worth_a_look())
-                && (policy.serve == Serve::Always || !inner.cqs.iter().any(|cq| cq.kernel_event_ready()));
+            let ready = inner.kicks_out > 0 || inner.cqs.iter().any(|cq| cq.kernel_event_ready());
+            let promising = match policy.serve {
+                Serve::Always => inner.kicks_out == 0,
+                _ => !ready || inner.ready_waits >= inner.ready_patience,
+            };
+            inner.ready_waits = if ready { inner.ready_waits.saturating_add(1) } else { 0 };
+            let serve = wanted && promising && inner.cqs.iter().any(|cq| cq.worth_a_look());
             if serve {
                 return Wait::Serve;
             }

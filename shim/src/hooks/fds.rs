@@ -52,7 +52,7 @@ fn give_to_kernel(fd: c_int) {
     if bit(fd).is_some_and(|(word, bit)| word.load(Ordering::Relaxed) & bit != 0) {
         Channel::each(|channel| {
             if channel.fd() == fd {
-                channel.to_kernel();
+                channel.waited_elsewhere();
             }
         });
     }
