@@ -24,9 +24,12 @@ int main(int argc, char **argv)
     loop_open(&loop, argc, argv);
     must(!sigaction(SIGALRM, &action, NULL));
     must(!setitimer(ITIMER_REAL, &every, NULL));
-    for (int i = 0; i < 10; i++) {
+    for (int i = 0; i < 20; i++) {
         loop_arm(loop.cq, 0);
-        pthread_t thread = loop_send_later(&loop, 1, 10);
+        pthread_t thread = loop_send_later(&loop, 1, i % 2 ? 10 : 0);
+        if (i % 2 == 0)
+            while (pthread_tryjoin_np(thread, NULL))
+                loop_pause(1); /* its message is there before the wait begins */
         while ((error = loop_get(loop.channel, NULL))) {
             must(error == EINTR);
             interrupted++;
@@ -34,7 +37,7 @@ int main(int argc, char **argv)
         events++;
         while (!loop_poll(&loop, &loop.pair))
             ;
-        while (pthread_tryjoin_np(thread, NULL))
+        while (i % 2 && pthread_tryjoin_np(thread, NULL))
             loop_pause(1);
     }
     must(!setitimer(ITIMER_REAL, &never, NULL));

@@ -50,6 +50,10 @@ int main(int argc, char **argv)
         printf("afterwards: %s\n", loop_error(loop_get(loop.channel, NULL)));
         loop_join(thread);
         loop_drain(&loop, 1);
+        loop_arm(loop.cq, 0);
+        loop_send(&loop, 1);
+        printf("already there: %s\n", loop_error(loop_get(loop.channel, NULL)));
+        loop_drain(&loop, 1);
         if (type == PTHREAD_CANCEL_ASYNCHRONOUS)
             break;
     }

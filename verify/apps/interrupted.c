@@ -98,6 +98,10 @@ int main(int argc, char **argv)
     printf("let in: %s\n", handled ? "handled" : "not handled");
     loop_join(sender);
     loop_drain(&loop, 1);
+    loop_arm(loop.cq, 0);
+    loop_send(&loop, 1);
+    printf("afterwards: %s\n", loop_error(loop_get(loop.channel, NULL)));
+    loop_drain(&loop, 1);
     loop_close(&loop);
     return 0;
 }

@@ -52,6 +52,10 @@ int main(int argc, char **argv)
         printf("the next wait: %s\n", loop_error(loop_get(loop.channel, NULL)));
         loop_join(thread);
         loop_drain(&loop, 1);
+        loop_arm(loop.cq, 0);
+        loop_send(&loop, 1);
+        printf("and another: %s\n", loop_error(loop_get(loop.channel, NULL)));
+        loop_drain(&loop, 1);
     }
     printf("left %d times\n", left);
     loop_close(&loop);

@@ -18,7 +18,7 @@ enum Except {
 }
 use Except::{NoEvent, NotRun};
 
-const SLEPT: &str = "its completions come long after the waiter has gone to sleep";
+const SOLICITED: &str = "a solicited arm, which it begins with, is the hardware's";
 const EXTENDED: &str = "an extended CQ stays in kernel mode";
 const NO_EXTENDED: &str = "the soft device has no extended CQs";
 const NOT_TAKEN: &str = "its record is read past the library, which alone moves the sequence number";
@@ -28,7 +28,7 @@ const UNPOLLED: &str = "natively, arming with a completion unpolled makes an eve
 const PROGRAMS: &[(&str, &[Except])] = &[
     ("alarm_loop", &[]),
     ("arm_twice", &[]),
-    ("cancelled", &[NoEvent(None, SLEPT)]),
+    ("cancelled", &[]),
     ("channel_gone", &[]),
     ("context_changed", &[]),
     ("cq_ex", &[NoEvent(None, EXTENDED), NotRun(Device::Soft, NO_EXTENDED)]),
@@ -37,9 +37,9 @@ const PROGRAMS: &[(&str, &[Except])] = &[
     ("dlopened", &[NotRun(Device::Soft, "without the shim it finds the real library, which has no device")]),
     ("drained_first", &[]),
     ("forked_child", &[NotRun(SN, NOT_TAKEN)]),
-    ("interrupted", &[NoEvent(None, SLEPT)]),
+    ("interrupted", &[]),
     ("io_uring", &[]),
-    ("longjmped", &[NoEvent(None, SLEPT)]),
+    ("longjmped", &[]),
     ("nonblock", &[]),
     ("overlapped_acks", &[]),
     ("passed_fd", &[]),
@@ -50,14 +50,14 @@ const PROGRAMS: &[(&str, &[Except])] = &[
     ("raw_read", &[NotRun(SN, NOT_TAKEN)]),
     ("readiness", &[]),
     ("resize", &[]),
-    ("solicited", &[]),
+    ("solicited", &[NoEvent(None, SOLICITED)]),
     ("threads", &[]),
     ("two_cqs", &[]),
     ("two_getters", &[]),
     ("scripted/compat", &[NoEvent(None, "it only looks which functions answer")]),
     ("scripted/no_kick", &[NoEvent(None, "a channel whose waiters could be stranded is never served")]),
     ("scripted/races", &[]),
-    ("scripted/refused", &[]),
+    ("scripted/refused", &[NoEvent(None, SOLICITED)]),
     ("scripted/semantics", &[]),
     ("scripted/stolen_lock", &[]),
     ("scripted/unplugged", &[]),
@@ -72,6 +72,7 @@ const FLIPS: Shim = Some(&[("FW_SERVE", "always"), ("FW_FLIP_US", "300")]);
 /// Runs the whole table on one device, one way, and says everything that differs.
 fn all_alike(device: Device, shim: Shim) {
     let mut wrong = Vec::new();
+    let (mut made, mut flipped) = (0, 0);
     for (name, exceptions) in PROGRAMS {
         let not_run = exceptions.iter().find_map(|except| match except {
             NotRun(on, reason) if *on == device => Some(*reason),
@@ -107,13 +108,21 @@ fn all_alike(device: Device, shim: Shim) {
             NoEvent(on, reason) if on.is_none_or(|on| on == device) => Some(*reason),
             _ => None,
         });
-        let must_make = shim == ALWAYS || shim == FLIPS;
-        if must_make && !none_made && served.count("made") == 0 {
-            wrong.push(format!("{name}: FastWake made no event: {:?}", served.stats));
+        made += served.count("made");
+        flipped += served.count("to_kernel");
+        if shim == ALWAYS && served.count("made") == 0 {
+            match none_made {
+                Some(reason) => println!("{name}: no event made: {reason}"),
+                None => wrong.push(format!("{name}: no event made: {:?}", served.stats)),
+            }
         }
         if (shim == OFF || shim == NEVER) && served.count("made") != 0 {
             wrong.push(format!("{name}: events were made: {:?}", served.stats));
         }
+    }
+    // With forced flips each program may meet one at each of its few waits; together they do not.
+    if shim == FLIPS && (made < 1000 || flipped < 1000) {
+        wrong.push(format!("{made} events made, {flipped} times back to the kernel: too few to tell"));
     }
     assert!(
         wrong.is_empty(),

@@ -64,8 +64,9 @@ fn no_thread_is_started() {
 
 #[test]
 fn no_descriptor_is_opened() {
-    bash("ls /proc/$$/fd | tr '\\n' ' '");
-    bash("exec 9</dev/null; ls /proc/self/fd | tr '\\n' ' '");
+    // No pipeline here: bash's own pipe would come and go in what is listed.
+    bash("ls /proc/$$/fd; true");
+    bash("exec 9</dev/null; ls /proc/self/fd; true");
 }
 
 #[test]
@@ -75,7 +76,7 @@ fn libibverbs_is_not_loaded() {
 
 #[test]
 fn the_soft_device_changes_nothing_either() {
-    let script = "ls /proc/$$/task | wc -l; ls /proc/$$/fd | wc -l; grep -c libibverbs /proc/$$/maps";
+    let script = "ls /proc/$$/task | wc -l; ls /proc/$$/fd; grep -c libibverbs /proc/$$/maps";
     let native = Run::new(["bash", "-c", script], Device::None, None).run();
     let soft = Run::new(["bash", "-c", script], Device::Soft, None).run();
     assert_eq!((soft.end(), soft.output, soft.errors), (native.end(), native.output, native.errors));
@@ -110,10 +111,12 @@ fn a_bad_setting_is_one_line_and_the_program_runs_untouched() {
 }
 
 #[test]
-fn a_bad_setting_is_named_where_verbs_are_used() {
-    let command = [crate::stage::app("pingpong").into_os_string(), Device::Soft.name().into()];
-    let ran = Run::new(command, Device::Soft, Some(&[("FW_MODE", "sideways")])).run();
-    assert_eq!(ran.end(), "exit status: 0", "{}{}", ran.output, ran.errors);
+fn a_bad_setting_is_named_once_where_verbs_are_used() {
+    let device = Device::Fake("fake0");
+    let command = [crate::stage::app("pingpong").into_os_string(), device.name().into()];
+    let native = Run::new(command.clone(), device, None).run();
+    let ran = Run::new(command, device, Some(&[("FW_MODE", "sideways")])).run();
+    assert_eq!((ran.end(), &ran.output), (native.end(), &native.output), "{}", ran.errors);
     let said: Vec<&str> = ran.log.lines().chain(ran.errors.lines()).collect();
     assert_eq!(said.iter().filter(|line| line.contains("FW_MODE")).count(), 1, "{said:?}");
 }

@@ -16,7 +16,7 @@ use std::time::{Duration, Instant};
 use tempfile::TempDir;
 
 /// How long a program may take before it counts as hanging. The longest takes half a second alone.
-pub(crate) const LIMIT: Duration = Duration::from_secs(30);
+pub(crate) const LIMIT: Duration = Duration::from_secs(20);
 
 /// Programs whose own clock fails when they are disturbed run alone; the rest run side by side.
 static MACHINE: RwLock<()> = RwLock::new(());
