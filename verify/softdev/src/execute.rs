@@ -48,6 +48,16 @@ pub(crate) enum Stall {
     Room,
 }
 
+impl Stall {
+    /// The `ibv_wc_status` of a request that has waited for this long enough.
+    pub(crate) fn status(self) -> u32 {
+        match self {
+            Stall::Receive { .. } => ibv_wc_status::IBV_WC_RNR_RETRY_EXC_ERR,
+            Stall::NotReady | Stall::Room => ibv_wc_status::IBV_WC_RETRY_EXC_ERR,
+        }
+    }
+}
+
 /// A request's own memory, checked.
 struct Gather {
     parts: [MaybeUninit<(*mut u8, usize)>; MAX_SGE as usize],

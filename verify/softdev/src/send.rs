@@ -94,7 +94,9 @@ impl SendQueue {
                 Step::Failed(status) => self.failed(qp, process, &request, status),
                 Step::Wait(stall) => {
                     self.enqueue(qp, &request);
-                    self.stall(qp, process, stall);
+                    if self.stall(process, stall) {
+                        self.fail_first(qp, process, stall.status());
+                    }
                 }
             },
             IBV_QPS_ERR => self.flushed(qp, process, &request),
@@ -169,7 +171,7 @@ impl SendQueue {
     }
 
     /// Notes what the first request waits for. Returns whether it has waited long enough.
-    fn stall(&mut self, qp: &Qp, process: &Process, stall: Stall) -> bool {
+    fn stall(&mut self, process: &Process, stall: Stall) -> bool {
         let now = crate::progress::now();
         if let Some((before, deadline)) = self.stalled {
             if before == stall {
@@ -195,7 +197,6 @@ impl SendQueue {
         if deadline != 0 {
             process.progress.wake_by(deadline);
         }
-        let _ = qp;
         false
     }
 
@@ -216,12 +217,8 @@ impl SendQueue {
                 }
                 Step::Failed(status) => return self.fail_first(qp, process, status),
                 Step::Wait(stall) => {
-                    if self.stall(qp, process, stall) {
-                        let status = match stall {
-                            Stall::Receive { .. } => ibv_wc_status::IBV_WC_RNR_RETRY_EXC_ERR,
-                            _ => ibv_wc_status::IBV_WC_RETRY_EXC_ERR,
-                        };
-                        self.fail_first(qp, process, status);
+                    if self.stall(process, stall) {
+                        self.fail_first(qp, process, stall.status());
                     }
                     return;
                 }

@@ -14,6 +14,8 @@ use std::time::Duration;
 use verbs::*;
 
 const BYTES: usize = 1 << 16;
+/// Receives of the survivor have ids from here on, sends below.
+const RECEIVE: u64 = 1 << 32;
 
 /// Receives, and answers what it gets, for ever.
 fn victim(links: &mut Links) {
@@ -53,12 +55,13 @@ fn survivor(links: &mut Links) {
     let cq = dev.cq(512, ptr::null_mut());
     let memory = dev.mr(pages(BYTES), ALL_RIGHTS);
     for round in 0..effort(25, 2000) {
-        let (mut child, mut link) = links.start("peers_killed_at_any_moment_leave_every_request_accounted_for", 1);
+        let (mut child, mut link) =
+            links.start("peers_killed_at_any_moment_leave_every_request_accounted_for", 1);
         let qp = dev.qp(&Spec::on(cq));
         connect(&mut link, 1, qp, &Conn::default());
         let [addr, rkey] = link.hear::<2>(1);
         for i in 0..32 {
-            post_recv(qp, 1000 + i, &[sge(memory, 0, 8192)]);
+            post_recv(qp, RECEIVE + i, &[sge(memory, 0, 8192)]);
         }
         link.meet(1);
         let pid = child.id();
@@ -86,7 +89,7 @@ fn survivor(links: &mut Links) {
             let wc = if failure.is_none() { poll(cq) } else { Some(next(cq)) };
             match wc {
                 None => {}
-                Some(wc) if wc.wr_id >= 1000 => {
+                Some(wc) if wc.wr_id >= RECEIVE => {
                     receives -= 1;
                     if wc.status == OK {
                         post_recv(qp, wc.wr_id, &[sge(memory, 0, 8192)]);
@@ -99,7 +102,8 @@ fn survivor(links: &mut Links) {
                     completed += 1;
                     if wc.status != OK {
                         let first = failure.replace(wc.status).is_none();
-                        let right = if first { wc.status == IBV_WC_RETRY_EXC_ERR } else { wc.status == FLUSHED };
+                        let right =
+                            if first { wc.status == IBV_WC_RETRY_EXC_ERR } else { wc.status == FLUSHED };
                         assert!(right, "round {round}: status {} (first: {first})", wc.status);
                     }
                 }
@@ -190,7 +194,8 @@ fn a_peer_that_exits_in_order_leaves_receives_posted() {
                 let cq = dev.cq(16, ptr::null_mut());
                 let qp = dev.qp(&Spec::on(cq));
                 let mr = dev.mr(pages(4096), ALL_RIGHTS);
-                let (mut child, mut link) = links.start("a_peer_that_exits_in_order_leaves_receives_posted", 1);
+                let (mut child, mut link) =
+                    links.start("a_peer_that_exits_in_order_leaves_receives_posted", 1);
                 connect(&mut link, 1, qp, &Conn { timeout: 8, retry_cnt: 1, ..Conn::default() });
                 post_recv(qp, 1, &[sge(mr, 0, 8)]);
                 post_recv(qp, 2, &[sge(mr, 0, 8)]);
@@ -361,44 +366,46 @@ fn a_full_dev_shm_is_an_error_and_nothing_else() {
     play_in_small_shm(
         "a_full_dev_shm_is_an_error_and_nothing_else",
         "1m",
-        &[role(|links| {
-            let dev = open();
-            let cq = dev.cq(64, ptr::null_mut());
-            let qp = dev.qp(&Spec::on(cq));
-            to_init(qp, ALL_RIGHTS);
-            // SAFETY: a live QP.
-            to_rtr(qp, unsafe { (*qp).qp_num }, 12);
-            to_rts(qp, &Conn::default());
-            // Make CQs until there is no space; what is there goes on working.
-            let mut made = Vec::new();
-            loop {
-                let another = dev.try_cq(1024, ptr::null_mut());
-                if another.is_null() {
-                    assert_eq!(errno(), libc::ENOMEM);
-                    break;
+        &[
+            role(|links| {
+                let dev = open();
+                let cq = dev.cq(64, ptr::null_mut());
+                let qp = dev.qp(&Spec::on(cq));
+                to_init(qp, ALL_RIGHTS);
+                // SAFETY: a live QP.
+                to_rtr(qp, unsafe { (*qp).qp_num }, 12);
+                to_rts(qp, &Conn::default());
+                // Make CQs until there is no space; what is there goes on working.
+                let mut made = Vec::new();
+                loop {
+                    let another = dev.try_cq(1024, ptr::null_mut());
+                    if another.is_null() {
+                        assert_eq!(errno(), libc::ENOMEM);
+                        break;
+                    }
+                    made.push(another);
                 }
-                made.push(another);
-            }
-            assert!(!made.is_empty() && made.len() < 16, "{} CQs of 64 KiB in 1 MiB", made.len());
-            // Pages that cannot be moved stay where they are.
-            let mr = dev.mr(pages(1 << 20), ALL_RIGHTS);
-            for i in 0..100 {
-                post_recv(qp, 1, &[sge(mr, 0, 9000)]);
-                Send::new(2, IBV_WR_SEND, &[sge(mr, 65536, i * 90)]).post(qp);
-                assert_eq!((next(cq).status, next(cq).status), (OK, OK));
-            }
-            // Another process cannot open the device, and says so.
-            let (mut child, _link) = links.start("a_full_dev_shm_is_an_error_and_nothing_else", 1);
-            assert!(child.wait().expect("the other one").success());
-            // Space given back is space again.
-            // SAFETY: a live CQ.
-            assert_eq!(unsafe { ibv_destroy_cq(made.pop().expect("one")) }, 0);
-            assert!(!dev.try_cq(1024, ptr::null_mut()).is_null());
-        }),
-        role(|_| {
-            assert_eq!(try_open().err(), Some(libc::ENOSPC));
-        })
-        .on_demand()],
+                assert!(!made.is_empty() && made.len() < 16, "{} CQs of 64 KiB in 1 MiB", made.len());
+                // Pages that cannot be moved stay where they are.
+                let mr = dev.mr(pages(1 << 20), ALL_RIGHTS);
+                for i in 0..100 {
+                    post_recv(qp, 1, &[sge(mr, 0, 9000)]);
+                    Send::new(2, IBV_WR_SEND, &[sge(mr, 65536, i * 90)]).post(qp);
+                    assert_eq!((next(cq).status, next(cq).status), (OK, OK));
+                }
+                // Another process cannot open the device, and says so.
+                let (mut child, _link) = links.start("a_full_dev_shm_is_an_error_and_nothing_else", 1);
+                assert!(child.wait().expect("the other one").success());
+                // Space given back is space again.
+                // SAFETY: a live CQ.
+                assert_eq!(unsafe { ibv_destroy_cq(made.pop().expect("one")) }, 0);
+                assert!(!dev.try_cq(1024, ptr::null_mut()).is_null());
+            }),
+            role(|_| {
+                assert_eq!(try_open().err(), Some(libc::ENOSPC));
+            })
+            .on_demand(),
+        ],
     );
 }
 

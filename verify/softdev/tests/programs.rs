@@ -165,8 +165,12 @@ fn perftest_runs_over_many_qps() {
 
 #[test]
 fn perftest_runs_without_moved_pages() {
-    for line in ["ib_send_lat -F -n 200 -s 3000", "ib_write_lat -F -n 200", "ib_read_bw -F -n 200", "ib_atomic_lat -F -n 200"]
-    {
+    for line in [
+        "ib_send_lat -F -n 200 -s 3000",
+        "ib_write_lat -F -n 200",
+        "ib_read_bw -F -n 200",
+        "ib_atomic_lat -F -n 200",
+    ] {
         pair(line, &[("FW_SOFT_MAP", "0")]);
     }
 }

@@ -25,6 +25,7 @@ pub(crate) struct Role {
 }
 
 /// A process that runs `body` and must succeed.
+#[allow(dead_code, reason = "not every test file needs all of it")]
 pub(crate) fn role(body: fn(&mut Links)) -> Role {
     Role { body, env: Vec::new(), killed: false, waits: false }
 }
