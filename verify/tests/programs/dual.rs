@@ -121,7 +121,7 @@ fn all_alike(device: Device, shim: Shim) {
         }
     }
     // With forced flips each program may meet one at each of its few waits; together they do not.
-    if shim == FLIPS && (made < 1000 || flipped < 1000) {
+    if shim == FLIPS && (made < 1000 || flipped < 100) {
         wrong.push(format!("{made} events made, {flipped} times back to the kernel: too few to tell"));
     }
     assert!(
