@@ -411,31 +411,34 @@ impl Channel {
         }
     }
 
-    /// One look of the watchdog. True while it must look again soon; `act` where it looked once
-    /// before, a moment ago.
+    /// One look of the watchdog; `act` where it looked once before, a moment ago.
     pub(crate) fn watch(&self, act: bool) -> Watch {
-        // Held means watched, and a poller that yields its core is one, too.
         if self.mode() != Mode::Served || self.asleep() {
             return Watch::Quiet;
         }
-        if self.polled.load(Ordering::Relaxed) || !self.lock.try_lock() {
+        // A channel whose waits go on is busy, and so is one that is polled now: it is not touched.
+        let waits = self.waits.get();
+        let deserted = self.deserted_at.swap(waits, Ordering::Relaxed) == waits;
+        if self.polled.load(Ordering::Relaxed) {
+            return Watch::Busy;
+        }
+        if !(act && deserted) {
+            return Watch::Deserted;
+        }
+        if !self.lock.try_lock() {
             return Watch::Busy;
         }
         // SAFETY: the lock is held.
         let inner = unsafe { self.inner() };
-        let waits = self.waits.get();
         let watch = if self.polled.load(Ordering::Relaxed) {
             Watch::Busy
-        } else if !inner.cqs.iter().any(|cq| cq.unwatched()) {
-            Watch::Quiet
-        } else if act && self.deserted_at.load(Ordering::Relaxed) == waits {
-            COUNTERS.watchdog_arms.add(1);
-            inner.ready_patience = inner.ready_patience.saturating_mul(8);
-            self.to_kernel_locked(inner);
-            Watch::Quiet
         } else {
-            self.deserted_at.store(waits, Ordering::Relaxed);
-            Watch::Deserted
+            if inner.cqs.iter().any(|cq| cq.unwatched()) {
+                COUNTERS.watchdog_arms.add(1);
+                inner.ready_patience = inner.ready_patience.saturating_mul(8);
+                self.to_kernel_locked(inner);
+            }
+            Watch::Quiet
         };
         self.lock.unlock();
         watch
@@ -493,7 +496,7 @@ pub(crate) enum Watch {
     Quiet,
     /// Watched by a waiter that polls.
     Busy,
-    /// Requests that nobody watches right now.
+    /// Not watched right now, and not known for how long: to be looked at again soon.
     Deserted,
 }
 

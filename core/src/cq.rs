@@ -8,9 +8,8 @@
 
 use std::cell::UnsafeCell;
 use std::ffi::c_int;
-use std::mem::MaybeUninit;
 use std::ptr;
-use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU32, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicPtr, AtomicU32, AtomicU64, Ordering};
 
 use rdma_sys::{ibv_cq, ibv_wc};
 
@@ -44,6 +43,10 @@ struct Inner {
     kicked: u32,
     /// Events handed out that the kernel does not know of; `ibv_destroy_cq` must not wait for them.
     made: u64,
+    /// Events that the application acknowledged, until the CQ is destroyed.
+    acknowledged: u32,
+    /// `ibv_destroy_cq` waits for acknowledgements: they go to libibverbs at once.
+    destroying: bool,
 }
 
 /// A completion queue.
@@ -57,10 +60,6 @@ pub struct Cq {
     owed: AtomicU32,
     inner: UnsafeCell<Inner>,
     noted: Counter,
-    /// Events that the application acknowledged, until the CQ is destroyed.
-    acknowledged: AtomicU32,
-    /// `ibv_destroy_cq` waits for acknowledgements: they go to libibverbs at once.
-    destroying: AtomicBool,
 }
 
 // SAFETY: `inner` is touched under `lock` only; everything else is atomic.
@@ -89,8 +88,6 @@ impl Default for Cq {
             owed: AtomicU32::new(0),
             inner: UnsafeCell::new(Inner::default()),
             noted: Counter::new(),
-            acknowledged: AtomicU32::new(0),
-            destroying: AtomicBool::new(false),
         }
     }
 }
@@ -374,20 +371,23 @@ impl Cq {
     /// The application acknowledges events. Returns how many are to be passed on at once.
     #[inline]
     pub fn acknowledge(&self, events: u32) -> Option<u32> {
-        // SeqCst, as in `begin_destroy`: of the two, one sees what the other wrote.
-        self.acknowledged.fetch_add(events, Ordering::SeqCst);
-        self.destroying.load(Ordering::SeqCst).then(|| self.acknowledged.swap(0, Ordering::SeqCst))
+        self.locked(|inner| {
+            inner.acknowledged += events;
+            inner.destroying.then(|| std::mem::take(&mut inner.acknowledged))
+        })
     }
 
     /// The CQ is about to be destroyed: returns the events acknowledged and not passed on.
     pub fn begin_destroy(&self) -> u32 {
-        self.destroying.store(true, Ordering::SeqCst);
-        self.acknowledged.swap(0, Ordering::SeqCst)
+        self.locked(|inner| {
+            inner.destroying = true;
+            std::mem::take(&mut inner.acknowledged)
+        })
     }
 
     /// The CQ was not destroyed after all.
     pub fn cancel_destroy(&self) {
-        self.destroying.store(false, Ordering::SeqCst);
+        self.locked(|inner| inner.destroying = false);
     }
 
     /// Events made so far, of which the kernel knows nothing.
@@ -405,8 +405,6 @@ impl Cq {
             self.real.store(ptr::null_mut(), Ordering::Relaxed);
         });
         COUNTERS.noted.add(self.noted.take());
-        self.acknowledged.store(0, Ordering::SeqCst);
-        self.destroying.store(false, Ordering::SeqCst);
         self.set_channel(None);
         POOL.give_back(self);
     }
@@ -455,17 +453,14 @@ impl Inner {
     #[inline]
     fn drain(&mut self, real: *mut ibv_cq) -> bool {
         loop {
-            let room = BATCH.min(self.room.saturating_sub(self.stash.len()));
-            if room == 0 {
+            let most = BATCH.min(self.room.saturating_sub(self.stash.len()));
+            if most == 0 {
                 return false;
             }
-            let mut batch = [const { MaybeUninit::<ibv_wc>::uninit() }; BATCH];
-            // SAFETY: the batch has room for `room`; the CQ is live while its account is.
-            let n = unsafe { self.poll_real(real, room as c_int, batch.as_mut_ptr().cast()) }.max(0) as usize;
-            for wc in batch.into_iter().take(n) {
-                // SAFETY: the provider filled the first `n`.
-                self.stash.push(unsafe { wc.assume_init() });
-            }
+            let (place, room) = self.stash.room(most);
+            // SAFETY: the place has that room; the CQ is live while its account is.
+            let n = unsafe { self.poll_real(real, room as c_int, place) }.max(0) as usize;
+            self.stash.filled(n.min(room));
             self.seen += n as u64;
             if n < room {
                 return true;

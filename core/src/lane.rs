@@ -58,16 +58,20 @@ impl SeatHint {
                 lane
             }
         };
-        let first = self.index.get();
-        let seats = lane.seats.len();
-        (0..seats).map(|i| (first + i) % seats).find_map(|index| {
-            let seat = &lane.seats[index];
+        let first = self.index.get().min(lane.seats.len());
+        let (before, after) = lane.seats.split_at(first);
+        let mut index = first;
+        for seat in after.iter().chain(before) {
             // Acquire and the Release in `leave`: whoever sits down sees what the last one did.
-            seat.compare_exchange(false, true, Ordering::Acquire, Ordering::Relaxed).ok().map(|_| {
+            if !seat.load(Ordering::Relaxed)
+                && seat.compare_exchange(false, true, Ordering::Acquire, Ordering::Relaxed).is_ok()
+            {
                 self.index.set(index);
-                Seat { seat }
-            })
-        })
+                return Some(Seat { seat });
+            }
+            index = if index + 1 < lane.seats.len() { index + 1 } else { 0 };
+        }
+        None
     }
 
     /// Asks for the CPU mask at the next wait: the thread knows that it changed.

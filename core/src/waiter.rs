@@ -92,7 +92,11 @@ impl Waiter {
     ///
     /// A thread that left a sleep by `siglongjmp` or cancellation stays counted until it waits again
     /// or ends: arms on that channel then go to the hardware, which is slow but never wrong.
+    #[inline]
     pub fn wake(&self) {
+        if self.asleep_on.load(Ordering::Relaxed).is_null() {
+            return;
+        }
         let channel = self.asleep_on.swap(ptr::null_mut(), Ordering::Relaxed);
         // SAFETY: channels live in a pool that is never freed.
         if let Some(channel) = unsafe { channel.as_ref() } {

@@ -12,19 +12,17 @@
 //! noting costs no locked instruction; where the kernel has none, noting takes a fence.
 
 use std::ptr;
-use std::sync::atomic::{fence, AtomicBool, AtomicU32, AtomicU64, Ordering};
+use std::sync::atomic::{fence, AtomicU32, AtomicU64, Ordering};
 use std::time::Duration;
 
 use crate::channel::{Channel, Watch};
 use crate::clock;
 use crate::idle;
 use crate::lane;
+use crate::lock::{barrier, has_barrier};
 
 const AWAKE: u32 = 0;
 const ASLEEP: u32 = 1;
-
-const MEMBARRIER_CMD_PRIVATE_EXPEDITED: i32 = 1 << 3;
-const MEMBARRIER_CMD_REGISTER_PRIVATE_EXPEDITED: i32 = 1 << 4;
 
 /// A second look at a channel that seemed deserted comes after this.
 const SECOND_LOOK: Duration = Duration::from_micros(200);
@@ -36,7 +34,6 @@ const ROUNDS: u32 = 32;
 static STATE: AtomicU32 = AtomicU32::new(AWAKE);
 static PERIOD_NS: AtomicU64 = AtomicU64::new(1_000_000);
 static FLIP_NS: AtomicU64 = AtomicU64::new(0);
-static BARRIER: AtomicBool = AtomicBool::new(false);
 
 /// Sets the period, and how often every channel is forced back to kernel mode (tests only).
 pub fn configure(period: Duration, flip: Option<Duration>) {
@@ -47,7 +44,7 @@ pub fn configure(period: Duration, flip: Option<Duration>) {
 /// A request was noted: wakes the watchdog if it sleeps.
 #[inline(always)]
 pub(crate) fn noted() {
-    if !BARRIER.load(Ordering::Relaxed) {
+    if !has_barrier() {
         fence(Ordering::SeqCst);
     }
     if STATE.load(Ordering::Relaxed) == ASLEEP {
@@ -76,10 +73,6 @@ pub fn start() -> bool {
 
 fn spawn() -> bool {
     clock::calibrate();
-    // SAFETY: registering has no precondition; without it the command below fails and is not used.
-    let registered =
-        unsafe { libc::syscall(libc::SYS_membarrier, MEMBARRIER_CMD_REGISTER_PRIVATE_EXPEDITED, 0, 0) == 0 };
-    BARRIER.store(registered, Ordering::Relaxed);
     // The thread must take no signal of the application's. glibc keeps the two that it needs itself
     // (cancellation, setuid) out of every mask.
     // SAFETY: the sets are ours; a thread inherits the mask, which is put back.
@@ -180,9 +173,8 @@ fn period(flip: u64) -> Duration {
 /// Sleeps until something is noted, unless something is by now.
 fn sleep() {
     STATE.store(ASLEEP, Ordering::SeqCst);
-    if BARRIER.load(Ordering::Relaxed) {
-        // SAFETY: no precondition; registered by `spawn`.
-        unsafe { libc::syscall(libc::SYS_membarrier, MEMBARRIER_CMD_PRIVATE_EXPEDITED, 0, 0) };
+    if has_barrier() {
+        barrier();
     }
     fence(Ordering::SeqCst);
     if look(false) != Watch::Quiet {

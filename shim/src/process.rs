@@ -13,7 +13,7 @@ use fastwake::counters::COUNTERS;
 use fastwake::cq::Cq;
 use fastwake::settings::{Mode, Serve, Settings};
 use fastwake::wait::Policy;
-use fastwake::{clock, idle, lane, logger, settings, watchdog};
+use fastwake::{clock, idle, lane, lock, logger, settings, watchdog};
 use once_cell::sync::OnceCell;
 
 use crate::{signals, thread};
@@ -78,6 +78,7 @@ fn start() {
         return;
     };
     clock::calibrate();
+    lock::enable_barrier();
     lane::restrict(settings.cores.clone());
     if let Some(spin) = settings.spin {
         idle::set_spin(spin.as_nanos() as u64);
