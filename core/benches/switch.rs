@@ -5,6 +5,9 @@
 //! their own, which also shows what their stacks do to the first-level cache; "two sites" leaves its
 //! two contexts at different places of the code, where a switch that ended in `ret` would mispredict.
 
+// criterion_group! makes a public function, and gives it no documentation.
+#![allow(missing_docs)]
+
 use std::cell::UnsafeCell;
 use std::hint::black_box;
 use std::time::{Duration, Instant};
