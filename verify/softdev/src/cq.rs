@@ -102,6 +102,14 @@ impl Cq {
         self.channel().is_none_or(|channel| channel.write_event(self.cookie()))
     }
 
+    /// Whether an event-mode application is `ahead` completions behind with polling.
+    #[inline(always)]
+    pub(crate) fn paces(&self, ahead: u64) -> bool {
+        !self.ibv.channel.is_null()
+            && self.tail.load(Ordering::Relaxed).wrapping_sub(self.head.load(Ordering::Relaxed)) as i64
+                >= ahead as i64
+    }
+
     /// The ring is full: the CQ fails. The progress thread says so and fails the QPs.
     #[cold]
     fn overflow(&self) {
@@ -192,6 +200,10 @@ impl Cq {
             self.head.store(head, Ordering::Relaxed);
         }
         drop(consumer);
+        if self.stalled.load(Ordering::Relaxed) != 0 {
+            // What waits for this poll completes after it, and after the arm before it.
+            self.push_on();
+        }
         if let Some(index) = failed {
             // Another thread may destroy it meanwhile; the table keeps it, or has it no more.
             process.qps.pinned(index, |qp| qp.fail(process));

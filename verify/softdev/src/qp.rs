@@ -87,6 +87,12 @@ impl Qp {
         self.shared.pd.load(Ordering::Relaxed)
     }
 
+    /// Whether a send request with these flags completes when it succeeds.
+    #[inline(always)]
+    pub(crate) fn signals(&self, flags: u32) -> bool {
+        self.signal_all || flags & rdma_sys::ibv_send_flags::IBV_SEND_SIGNALED.0 != 0
+    }
+
     /// The state, an `ibv_qp_state`.
     #[inline(always)]
     pub(crate) fn state(&self) -> u32 {

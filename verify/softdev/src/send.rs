@@ -20,7 +20,8 @@ use std::collections::VecDeque;
 use std::slice;
 use std::sync::atomic::Ordering;
 
-const SIGNALED: u32 = ibv_send_flags::IBV_SEND_SIGNALED.0;
+/// How long a send waits for the application to poll, ns.
+const UNPOLLED: u64 = 200_000;
 pub(crate) const INLINE: u32 = ibv_send_flags::IBV_SEND_INLINE.0;
 pub(crate) const SOLICITED: u32 = ibv_send_flags::IBV_SEND_SOLICITED.0;
 
@@ -70,6 +71,8 @@ pub(crate) struct SendQueue {
     pub(crate) patience: Patience,
     /// What the first request waits for, and until when (monotonic ns; 0 for ever).
     stalled: Option<(Stall, u64)>,
+    /// The first request has waited for the application to poll, and waits no longer.
+    pub(crate) unpaced: bool,
     /// The peer is gone: the next request to fail says so.
     lost: bool,
     /// `IBV_EVENT_SQ_DRAINED` was asked for.
@@ -108,7 +111,7 @@ impl SendQueue {
     /// Completes a request that succeeded.
     #[inline(always)]
     fn complete(&mut self, qp: &Qp, process: &Process, request: &Request<'_>, bytes: u32) {
-        if qp.signal_all || request.flags & SIGNALED != 0 {
+        if qp.signals(request.flags) {
             push(qp, process, request, ibv_wc_status::IBV_WC_SUCCESS, bytes);
         }
     }
@@ -164,6 +167,7 @@ impl SendQueue {
             self.spare.push(done);
         }
         self.stalled = None;
+        self.unpaced = false;
         if self.waiting.is_empty() {
             qp.waiting.store(0, Ordering::Release);
             qp.send_cq().stalled.fetch_sub(1, Ordering::AcqRel);
@@ -175,11 +179,14 @@ impl SendQueue {
         let now = crate::progress::now();
         if let Some((before, deadline)) = self.stalled {
             if before == stall {
-                return deadline != 0 && now >= deadline;
+                let over = deadline != 0 && now >= deadline;
+                self.unpaced = over && stall == Stall::Poll;
+                return over && stall != Stall::Poll;
             }
         }
         let wait = match stall {
             Stall::Room => None,
+            Stall::Poll => Some(UNPOLLED),
             Stall::Receive { .. } if self.patience.rnr_retry == 7 => None,
             Stall::Receive { wait_us } => {
                 Some(u64::from(wait_us) * 1000 * u64::from(self.patience.rnr_retry))
@@ -219,6 +226,8 @@ impl SendQueue {
                 Step::Wait(stall) => {
                     if self.stall(process, stall) {
                         self.fail_first(qp, process, stall.status());
+                    } else if self.unpaced {
+                        continue;
                     }
                     return;
                 }
