@@ -6,7 +6,7 @@
 //! message costs one line: the completion entry.
 
 use crate::cq::take_arm;
-use crate::layout::{fault, CqShared, Cqe, QpShared, RecvEntry, UNIT};
+use crate::layout::{fault, CqShared, QpShared, RecvEntry};
 use crate::peer::{Mapped, Peer};
 use crate::process::Process;
 use crate::qp::Qp;
@@ -66,12 +66,7 @@ impl Connection {
         }
         let map = &peer.map;
         let place = remote.recv_cq.load(Ordering::Relaxed);
-        let cq = map.at::<CqShared>(place)?;
-        let entries = map.slice::<Cqe>(
-            place + (size_of::<CqShared>() / UNIT) as u32,
-            cq.len.load(Ordering::Relaxed) as usize,
-        )?;
-        let ring = Ring::new(cq, entries)?;
+        let (cq, ring) = Ring::at(map, place)?;
         let bounce_len = remote.bounce_len.load(Ordering::Relaxed);
         let bounce = map.bytes(remote.bounce.load(Ordering::Relaxed), bounce_len as usize)?;
         let doorbell = map.head().doorbells.get(remote.recv_cq_index.load(Ordering::Relaxed) as usize)?;

@@ -1,14 +1,16 @@
 // SPDX-License-Identifier: MIT
 //! Completion queues: making, polling, arming, destroying.
 //!
-//! Completions come through the shared ring (`ring.rs`), from peers and from this process alike.
-//! The lock is the consumer's: it guards the position of the next entry and, with it, the order in
+//! Receive completions come through a ring in the segment (`ring.rs`), which peers write. Send
+//! completions come through a ring of this process alone, so that a CQ that serves for both does not
+//! have its lines pulled to and fro. The lock is the consumer's: it guards the position of the next entry and, with it, the order in
 //! which receives are taken from the receive queues.
 
 use crate::async_event::{settle, wait_acknowledged, Element};
 use crate::channel::{channel_of, settle_events, Channel};
 use crate::context::{ours, Context};
-use crate::layout::{flag, CqShared, Cqe, ARM_NEXT, ARM_SOLICITED, NO_CHANNEL, UNIT};
+use crate::layout::{flag, CqShared, Cqe, ARM_NEXT, ARM_SOLICITED, NO_CHANNEL};
+use crate::lock::Lock;
 use crate::process::Process;
 use crate::qp::Qp;
 use crate::real::{fail, forward, refuse};
@@ -36,9 +38,13 @@ pub(crate) struct Cq {
     doorbell: &'static AtomicU32,
     /// Position of the next entry to consume. Written under `consumer`.
     head: AtomicU64,
-    consumer: Mutex<()>,
-    /// This process's idea of the tail, as a producer.
+    consumer: Lock<()>,
+    /// This process's idea of the tail, as a producer of flushed receives.
     tail: AtomicU64,
+    /// The ring of send completions, with its positions.
+    own: Ring,
+    own_head: AtomicU64,
+    own_tail: AtomicU64,
     /// The QPs that complete here, each once for sending and once for receiving.
     pub(crate) users: Mutex<Vec<*const Qp>>,
     /// QPs whose sends go here and wait for something.
@@ -74,16 +80,26 @@ impl Cq {
         unsafe { channel_of(self.ibv.channel) }
     }
 
-    /// Queues a completion of this process's own. `fill` writes all of the entry but its word.
+    /// Queues a send completion. `fill` writes all of the entry but its word.
     #[inline]
-    pub(crate) fn push(&self, own_segment: u32, solicited: bool, fill: impl FnOnce(&Cqe)) {
-        let mut tail = self.tail.load(Ordering::Relaxed);
-        let Ok(claim) = self.ring.claim(&mut tail, own_segment) else {
+    pub(crate) fn push_send(&self, segment: u32, failed: bool, fill: impl FnOnce(&Cqe)) {
+        self.push(&self.own, &self.own_tail, segment, failed, fill);
+    }
+
+    /// Queues the completion of a receive that was flushed, behind those that were not.
+    pub(crate) fn push_flushed(&self, segment: u32, fill: impl FnOnce(&Cqe)) {
+        self.push(&self.ring, &self.tail, segment, true, fill);
+    }
+
+    #[inline(always)]
+    fn push(&self, ring: &Ring, hint: &AtomicU64, segment: u32, solicited: bool, fill: impl FnOnce(&Cqe)) {
+        let mut tail = hint.load(Ordering::Relaxed);
+        let Ok(claim) = ring.claim(&mut tail, segment) else {
             self.overflow();
             return;
         };
         // Another thread may store an older one: a start for the next search, no more.
-        self.tail.store(tail, Ordering::Relaxed);
+        hint.store(tail, Ordering::Relaxed);
         fill(claim.entry);
         claim.publish();
         if self.doorbell.load(Ordering::Relaxed) == 0 {
@@ -106,7 +122,8 @@ impl Cq {
     #[inline(always)]
     pub(crate) fn paces(&self, ahead: u64) -> bool {
         !self.ibv.channel.is_null()
-            && self.tail.load(Ordering::Relaxed).wrapping_sub(self.head.load(Ordering::Relaxed)) as i64
+            && self.own_tail.load(Ordering::Relaxed).wrapping_sub(self.own_head.load(Ordering::Relaxed))
+                as i64
                 >= ahead as i64
     }
 
@@ -151,15 +168,20 @@ impl Cq {
         let of_qp = |entry: &&Cqe| {
             entry.qp.load(Ordering::Relaxed) == index && entry.kind.load(Ordering::Relaxed) & flag::RECV != 0
         };
-        self.ring.taken(head).filter_map(|(_, entry)| entry).filter(of_qp).count() as u32
+        self.ring.published(head).map(|(_, entry)| entry).filter(of_qp).count() as u32
     }
 
     /// Removes all completions of QP `index`: it is reset or destroyed.
     pub(crate) fn purge(&self, index: u32) {
         self.locked(|head| {
-            for (position, entry) in self.ring.taken(head) {
-                if entry.is_some_and(|entry| entry.qp.load(Ordering::Relaxed) == index) {
+            for (position, entry) in self.ring.published(head) {
+                if entry.qp.load(Ordering::Relaxed) == index {
                     self.ring.void(position);
+                }
+            }
+            for (position, entry) in self.own.published(self.own_head.load(Ordering::Relaxed)) {
+                if entry.qp.load(Ordering::Relaxed) == index {
+                    self.own.void(position);
                 }
             }
         });
@@ -170,34 +192,37 @@ impl Cq {
         if self.stalled.load(Ordering::Relaxed) != 0 {
             self.push_on();
         }
-        if matches!(self.ring.next(self.head.load(Ordering::Relaxed)), Next::Empty) {
+        if matches!(self.ring.next(self.head.load(Ordering::Relaxed)), Next::Empty)
+            && matches!(self.own.next(self.own_head.load(Ordering::Relaxed)), Next::Empty)
+        {
             return self.nothing();
         }
-        let mut failed = None;
+        let (mut got, mut failed) = (0, None);
         let consumer = self.consumer.lock();
-        let mut head = self.head.load(Ordering::Relaxed);
-        let mut got = 0;
-        while got < want {
-            match self.ring.next(head) {
-                Next::Empty => break,
-                Next::Void => {}
-                Next::Ready(entry) => {
-                    // SAFETY: the application gave room for `want` completions. A QP takes its
-                    // entries out of the ring, under this lock, before it goes.
-                    unsafe {
-                        let qp = process.qps.get(entry.qp.load(Ordering::Relaxed) as usize);
-                        if let Some(qp) = qp.as_ref() {
-                            if !complete(qp, entry, &mut *wc.add(got)) {
-                                failed = Some(qp.index as usize);
+        for (ring, head) in [(&self.ring, &self.head), (&self.own, &self.own_head)] {
+            let mut position = head.load(Ordering::Relaxed);
+            while got < want {
+                match ring.next(position) {
+                    Next::Empty => break,
+                    Next::Void => {}
+                    Next::Ready(entry) => {
+                        // SAFETY: the application gave room for `want` completions. A QP takes its
+                        // entries out of the rings, under this lock, before it goes.
+                        unsafe {
+                            let qp = process.qps.get(entry.qp.load(Ordering::Relaxed) as usize);
+                            if let Some(qp) = qp.as_ref() {
+                                if !complete(qp, entry, &mut *wc.add(got)) {
+                                    failed = Some(qp.index as usize);
+                                }
+                                got += 1;
                             }
-                            got += 1;
                         }
                     }
                 }
+                ring.release(position);
+                position += 1;
+                head.store(position, Ordering::Relaxed);
             }
-            self.ring.release(head);
-            head += 1;
-            self.head.store(head, Ordering::Relaxed);
         }
         drop(consumer);
         if self.stalled.load(Ordering::Relaxed) != 0 {
@@ -209,6 +234,14 @@ impl Cq {
             process.qps.pinned(index, |qp| qp.fail(process));
         }
         got as c_int
+    }
+
+    /// Whether a poll has something to do.
+    #[inline(always)]
+    pub(crate) fn is_ready(&self) -> bool {
+        !matches!(self.ring.next(self.head.load(Ordering::Relaxed)), Next::Empty)
+            || self.stalled.load(Ordering::Relaxed) != 0
+            || self.shared.overflowed.load(Ordering::Relaxed) != 0
     }
 
     #[cold]
@@ -361,17 +394,14 @@ unsafe extern "C" fn ibv_create_cq(
 fn create(process: &Process, mut ibv: ibv_cq, cqe: usize) -> std::io::Result<Option<*mut Cq>> {
     process.cqs.insert(|index| {
         let len = cqe.next_power_of_two();
-        let bytes = size_of::<CqShared>() + len * size_of::<Cqe>();
-        let place = process.segment.alloc_kept(bytes)?;
+        let place = process.segment.alloc_kept(Ring::bytes(len))?;
         let out = || std::io::Error::from_raw_os_error(libc::ENOMEM);
         let map = &process.segment.map;
-        let shared = map.at::<CqShared>(place).ok_or_else(out)?;
-        let first = place + (size_of::<CqShared>() / UNIT) as u32;
-        let entries = map.slice::<Cqe>(first, len).ok_or_else(out)?;
+        map.at::<CqShared>(place).ok_or_else(out)?.len.store(len as u32, Ordering::Relaxed);
         // The ring goes on where its last user left it: a slow peer's late claim stays valid.
-        let ring = Ring::new(shared, entries).ok_or_else(out)?;
+        let (shared, ring) = Ring::at(map, place).ok_or_else(out)?;
+        let own = Ring::private(len).ok_or_else(out)?;
         let head = ring.restart();
-        shared.len.store(len as u32, Ordering::Relaxed);
         // SAFETY: the application's channel, or null.
         let number = unsafe { channel_of(ibv.channel) }.map_or(NO_CHANNEL, |channel| channel.number);
         shared.channel.store(number, Ordering::Relaxed);
@@ -392,8 +422,11 @@ fn create(process: &Process, mut ibv: ibv_cq, cqe: usize) -> std::io::Result<Opt
             place,
             doorbell,
             head: AtomicU64::new(head),
-            consumer: Mutex::new(()),
+            consumer: Lock::new(()),
             tail: AtomicU64::new(head),
+            own,
+            own_head: AtomicU64::new(0),
+            own_tail: AtomicU64::new(0),
             users: Mutex::new(Vec::new()),
             stalled: AtomicU32::new(0),
             async_raised: AtomicU32::new(0),
@@ -426,8 +459,10 @@ unsafe extern "C" fn ibv_destroy_cq(ibv: *mut ibv_cq) -> c_int {
         wait_acknowledged(mutex, cond, &raw const (*ibv).async_events_completed, reported);
         let len = cq.shared.len.load(Ordering::Relaxed) as usize;
         cq.locked(|head| cq.ring.stop(head));
-        process.segment.free_kept(cq.place, size_of::<CqShared>() + len * size_of::<Cqe>());
+        process.segment.free_kept(cq.place, Ring::bytes(len));
+        let own = cq.own;
         drop(Box::from_raw(ibv.cast::<Cq>()));
+        own.free_private();
         0
     }
 }

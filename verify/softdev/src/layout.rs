@@ -152,7 +152,7 @@ pub(crate) struct RecvEntry {
     pub(crate) _pad: u64,
 }
 
-/// What peers see of a CQ; its ring follows.
+/// What peers see of a CQ; its entries follow, and then one claim (8 bytes) for each.
 #[repr(C, align(64))]
 pub(crate) struct CqShared {
     /// Entries of the ring, a power of two. Written by the owner, once.
@@ -182,10 +182,10 @@ pub(crate) const ARM_NEXT: u32 = 1;
 /// Armed for the next solicited (or failed) completion.
 pub(crate) const ARM_SOLICITED: u32 = 2;
 
-/// One completion entry: one cache line, written by whoever claimed it.
+/// One completion entry: one cache line, written by whoever claimed its slot.
 #[repr(C, align(64))]
 pub(crate) struct Cqe {
-    /// Turn, claimant and state, see `ring.rs`.
+    /// Turn and state, see `ring.rs`.
     pub(crate) word: AtomicU64,
     /// Index of the owner's QP.
     pub(crate) qp: AtomicU32,

@@ -29,6 +29,7 @@ mod cq;
 mod doorbell;
 mod execute;
 mod layout;
+mod lock;
 mod modify;
 mod moved;
 mod mr;

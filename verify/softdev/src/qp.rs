@@ -8,6 +8,7 @@ use crate::async_event::{settle, wait_acknowledged, Element};
 use crate::context::{ours, Context};
 use crate::cq::{Cq, FLUSHED};
 use crate::layout::{flag, QpShared, RecvEntry, UNIT};
+use crate::lock::Lock;
 use crate::process::Process;
 use crate::real::{fail, forward, refuse};
 use crate::recv::ReceiveQueue;
@@ -51,8 +52,8 @@ pub(crate) struct Qp {
     pub(crate) async_raised: AtomicU32,
     /// Requests wait in the send queue.
     pub(crate) waiting: AtomicU32,
-    pub(crate) sq: Mutex<SendQueue>,
-    pub(crate) rq: Mutex<ReceiveQueue>,
+    pub(crate) sq: Lock<SendQueue>,
+    pub(crate) rq: Lock<ReceiveQueue>,
     pub(crate) attr: Mutex<ibv_qp_attr>,
 }
 
@@ -128,8 +129,13 @@ impl Qp {
                 std::hint::spin_loop();
             } else {
                 std::thread::yield_now();
-                if turns % 64 == 0 && (peer.is_dead() || began.elapsed() > PATIENCE) {
+                if turns.is_multiple_of(64) && peer.is_dead() {
                     cq.locked(|head| cq.ring.void_claims_of(head, peer.id));
+                    return;
+                }
+                if turns.is_multiple_of(64) && began.elapsed() > PATIENCE {
+                    // Stopped between claiming and publishing. What it publishes one day names a QP
+                    // that is not there any more.
                     return;
                 }
             }
@@ -174,7 +180,7 @@ impl Qp {
 
     /// Completes the next receive as flushed.
     pub(crate) fn flush_receive(&self, process: &Process) {
-        self.recv_cq().push(process.segment.id, true, |entry| {
+        self.recv_cq().push_flushed(process.segment.id, |entry| {
             entry.qp.store(self.index, Ordering::Relaxed);
             entry.len.store(0, Ordering::Relaxed);
             entry.kind.store(FLUSHED | ibv_wc_opcode::IBV_WC_RECV << 8 | flag::RECV, Ordering::Relaxed);
@@ -329,8 +335,8 @@ unsafe fn fill(
             taken: AtomicU32::new(0),
             async_raised: AtomicU32::new(0),
             waiting: AtomicU32::new(0),
-            sq: Mutex::new(SendQueue::default()),
-            rq: Mutex::new(ReceiveQueue::default()),
+            sq: Lock::new(SendQueue::default()),
+            rq: Lock::new(ReceiveQueue::default()),
             attr: Mutex::new(zeroed()),
         });
         shared.dest.store(0, Ordering::Relaxed);

@@ -1,36 +1,49 @@
 // SPDX-License-Identifier: MIT
 //! The ring of a completion queue: many producers in many processes, one consumer.
 //!
-//! Peers push receive completions, the owner pushes send completions, the owner consumes under the
-//! CQ's lock. Nobody ever waits for anybody here. Each entry's own word says where it stands:
+//! Peers push receive completions, the owner pushes those of receives that are flushed, and consumes
+//! under the CQ's lock. (Send completions have a ring of the same kind in the owner's own memory.) Nobody ever waits for anybody here. A position is a count that never wraps; its slot
+//! is `position % len`, its turn `position / len`. Two words say where a slot stands. The entry's:
 //!
 //! | word | meaning | who leaves it, how |
 //! |---|---|---|
-//! | FREE(turn) | nothing there | a producer, by compare-exchange to CLAIMED |
-//! | CLAIMED(turn, segment) | being written | that producer, to READY or VOID; if it died, the owner, to VOID |
+//! | FREE(turn) | nothing there (yet) | the claimant, to READY or VOID; if it died, the owner, to VOID |
 //! | READY(turn) | a completion | the consumer, to FREE(turn + 1) |
 //! | VOID(turn) | nothing to see | the consumer, to FREE(turn + 1) |
 //!
-//! A position is a count that never wraps; its slot is `position % len`, its turn `position / len`.
+//! and the claim, `turn + 1` and the claimant's segment, which a producer enters by
+//! compare-exchange over that of an earlier turn. The claim has a line apart from the entry's,
+//! because the consumer spins on the entry: a claim there would let it pull the line away just
+//! before the payload is written, and a message would move the line twice. As it is, claims stay
+//! in the cache of the only producer, and a message moves one line once.
+//!
 //! The shared tail is a hint. Positions are claimed without holes because a producer starts at a
-//! position that is known to be at most the tail and goes on by one only past an entry that it
-//! has seen taken. With one producer the tail's line stays in that producer's cache, and a message
-//! moves one line between the cores.
+//! position that is known to be at most the tail and goes on by one only past a slot that it has
+//! seen claimed.
 //!
 //! The compare-exchange that claims is also the first half of a store/load pair: {claim; look at
-//! the QP's state} against {change the state; look for claims}, see `Qp::quiesce`. That which
-//! publishes is the first half of {publish; look at the arm} against {arm; look at the ring}.
+//! the QP's state} against {change the state; look for claims}, see `Qp::wait_until_untouched`.
+//! Publishing, a store and a full barrier, is the first half of {publish; look at the arm} against
+//! {arm; look at the ring}.
 
-use crate::layout::{CqShared, Cqe};
-use std::sync::atomic::{fence, Ordering};
+use crate::layout::{CqShared, Cqe, UNIT};
+use crate::lock::full_fence;
+use crate::segment::Map;
+use std::alloc::{alloc_zeroed, dealloc, Layout};
+use std::ptr::NonNull;
+use std::sync::atomic::{fence, AtomicU64, Ordering};
 
 const FREE: u64 = 0;
-const CLAIMED: u64 = 1;
-const READY: u64 = 2;
-const VOID: u64 = 3;
+const READY: u64 = 1;
+const VOID: u64 = 2;
 
-const fn word(turn: u32, segment: u32, state: u64) -> u64 {
-    (turn as u64) << 32 | (segment as u64) << 8 | state
+const fn word(turn: u32, state: u64) -> u64 {
+    (turn as u64) << 32 | state
+}
+
+/// The claim of `segment` in `turn`. 0 is that of no turn: one more than the turn is stored.
+const fn claim_word(turn: u32, segment: u32) -> u64 {
+    (turn.wrapping_add(1) as u64) << 32 | segment as u64
 }
 
 const fn turn_of(word: u64) -> u32 {
@@ -50,6 +63,7 @@ pub(crate) fn fence_after_locked() {
 pub(crate) struct Ring {
     head: &'static CqShared,
     entries: &'static [Cqe],
+    claims: &'static [AtomicU64],
     shift: u32,
 }
 
@@ -61,7 +75,6 @@ pub(crate) struct Full;
 pub(crate) struct Claim {
     pub(crate) entry: &'static Cqe,
     turn: u32,
-    segment: u32,
 }
 
 /// What a consumer finds at a position.
@@ -74,15 +87,95 @@ pub(crate) enum Next {
     Empty,
 }
 
+/// One slot, seen in one turn.
+struct Slot {
+    entry: &'static Cqe,
+    claim: &'static AtomicU64,
+    turn: u32,
+}
+
+impl Slot {
+    /// Claimed in this turn by `segment`, and not yet published.
+    fn is_being_written_by(&self, segment: u32) -> bool {
+        self.claim.load(Ordering::SeqCst) == claim_word(self.turn, segment)
+            && self.entry.word.load(Ordering::SeqCst) == word(self.turn, FREE)
+    }
+}
+
 impl Ring {
-    /// The ring of `head`, whose length must be the power of two that `head` states.
-    pub(crate) fn new(head: &'static CqShared, entries: &'static [Cqe]) -> Option<Ring> {
-        entries.len().is_power_of_two().then(|| Ring { head, entries, shift: entries.len().trailing_zeros() })
+    /// Bytes of a CQ of `len` entries: head, entries, claims.
+    pub(crate) fn bytes(len: usize) -> usize {
+        size_of::<CqShared>() + len * (size_of::<Cqe>() + size_of::<AtomicU64>())
+    }
+
+    /// The ring at `place` of a mapped segment, of as many entries as its head says, and that head;
+    /// `None` where that does not lie inside the segment.
+    pub(crate) fn at(map: &Map, place: u32) -> Option<(&'static CqShared, Ring)> {
+        let head = map.at::<CqShared>(place)?;
+        let len = head.len.load(Ordering::Relaxed) as usize;
+        let first = place + (size_of::<CqShared>() / UNIT) as u32;
+        let entries = map.slice::<Cqe>(first, len)?;
+        let claims = map.slice::<AtomicU64>(first + (len * size_of::<Cqe>() / UNIT) as u32, len)?;
+        Some((head, Ring::new(head, entries, claims)?))
+    }
+
+    /// A ring of `len` entries in memory of this process alone; `None` where there is none. Memory
+    /// that no entry was ever in costs nothing.
+    pub(crate) fn private(len: usize) -> Option<Ring> {
+        let layout = Self::layout(len)?;
+        // SAFETY: of a size that is not zero.
+        let base = NonNull::new(unsafe { alloc_zeroed(layout) })?;
+        // SAFETY: zeroed memory of the size and alignment of a head, `len` entries and `len` claims,
+        // for all of which zeroes are a value; it lives until `free_private`.
+        unsafe {
+            let entries = base.add(size_of::<CqShared>()).cast::<Cqe>();
+            let claims = entries.add(len).cast::<AtomicU64>();
+            Ring::new(
+                base.cast::<CqShared>().as_ref(),
+                std::slice::from_raw_parts(entries.as_ptr(), len),
+                std::slice::from_raw_parts(claims.as_ptr(), len),
+            )
+        }
+    }
+
+    /// Frees what [`Ring::private`] made.
+    ///
+    /// # Safety
+    /// It came from there, and nobody uses it or a copy of it any more.
+    pub(crate) unsafe fn free_private(self) {
+        if let Some(layout) = Self::layout(self.entries.len()) {
+            // SAFETY: the allocation began with the head.
+            unsafe { dealloc(std::ptr::from_ref(self.head).cast_mut().cast(), layout) };
+        }
+    }
+
+    fn layout(len: usize) -> Option<Layout> {
+        Layout::from_size_align(Self::bytes(len), UNIT).ok()
+    }
+
+    fn new(head: &'static CqShared, entries: &'static [Cqe], claims: &'static [AtomicU64]) -> Option<Ring> {
+        let shift = entries.len().trailing_zeros();
+        (entries.len().is_power_of_two() && claims.len() == entries.len()).then_some(Ring {
+            head,
+            entries,
+            claims,
+            shift,
+        })
     }
 
     #[inline(always)]
-    fn slot(&self, position: u64) -> (&'static Cqe, u32) {
-        (&self.entries[position as usize & (self.entries.len() - 1)], (position >> self.shift) as u32)
+    fn slot(&self, position: u64) -> Slot {
+        let index = position as usize & (self.entries.len() - 1);
+        Slot {
+            entry: &self.entries[index],
+            claim: &self.claims[index],
+            turn: (position >> self.shift) as u32,
+        }
+    }
+
+    /// All slots, from that of the consumer's position `head` on.
+    fn slots(&self, head: u64) -> impl Iterator<Item = (u64, Slot)> + '_ {
+        (head..head + self.entries.len() as u64).map(|position| (position, self.slot(position)))
     }
 
     /// A position at which a producer may begin to look for the tail.
@@ -96,29 +189,30 @@ impl Ring {
     pub(crate) fn claim(&self, hint: &mut u64, segment: u32) -> Result<Claim, Full> {
         let mut walked = 0_u32;
         loop {
-            let (entry, turn) = self.slot(*hint);
-            let mut seen = word(turn, 0, FREE);
-            match entry.word.compare_exchange(
-                seen,
-                word(turn, segment, CLAIMED),
-                Ordering::SeqCst,
-                Ordering::Acquire,
-            ) {
-                Ok(_) => {
-                    fence_after_locked();
-                    *hint += 1;
-                    // Written rarely, so that its line does not bounce; often enough that a
-                    // newcomer walks a few entries only.
-                    if walked > 4 || *hint & 7 == 0 {
-                        self.head.tail.0.fetch_max(*hint, Ordering::AcqRel);
+            let Slot { entry, claim, turn } = self.slot(*hint);
+            let before = claim.load(Ordering::Acquire);
+            if (turn_of(before).wrapping_sub(turn) as i32) <= 0 {
+                // Not claimed in this turn. Acquire: the consumer has copied the payload out.
+                if entry.word.load(Ordering::Acquire) != word(turn, FREE) {
+                    // Still the completion of the turn before, one whole ring ago; or the claim was
+                    // entered and published since it was looked at.
+                    if claim.load(Ordering::Acquire) == before {
+                        return Err(Full);
                     }
-                    return Ok(Claim { entry, turn, segment });
+                    continue;
                 }
-                Err(now) => seen = now,
-            }
-            if (turn_of(seen).wrapping_sub(turn) as i32) < 0 {
-                // Still the completion of the turn before, one whole ring ago.
-                return Err(Full);
+                let mine = claim_word(turn, segment);
+                if claim.compare_exchange(before, mine, Ordering::SeqCst, Ordering::Relaxed).is_err() {
+                    continue;
+                }
+                fence_after_locked();
+                *hint += 1;
+                // Written rarely, so that its line does not bounce; often enough that a newcomer
+                // walks a few entries only.
+                if walked > 4 || *hint & 7 == 0 {
+                    self.head.tail.0.fetch_max(*hint, Ordering::AcqRel);
+                }
+                return Ok(Claim { entry, turn });
             }
             walked += 1;
             *hint = (*hint + 1).max(if walked == 1 { self.start() } else { 0 });
@@ -143,12 +237,12 @@ impl Ring {
     /// What stands at `position`; the consumer's own count.
     #[inline(always)]
     pub(crate) fn next(&self, position: u64) -> Next {
-        let (entry, turn) = self.slot(position);
-        // Acquire: pairs with the publishing compare-exchange.
+        let Slot { entry, turn, .. } = self.slot(position);
+        // Acquire: pairs with the publishing store.
         let now = entry.word.load(Ordering::Acquire);
-        if now == word(turn, 0, READY) {
+        if now == word(turn, READY) {
             Next::Ready(entry)
-        } else if now == word(turn, 0, VOID) {
+        } else if now == word(turn, VOID) {
             Next::Void
         } else {
             Next::Empty
@@ -158,45 +252,36 @@ impl Ring {
     /// Gives the entry at `position` back to the producers.
     #[inline(always)]
     pub(crate) fn release(&self, position: u64) {
-        let (entry, turn) = self.slot(position);
+        let Slot { entry, turn, .. } = self.slot(position);
         // Release: the payload was copied out before.
-        entry.word.store(word(turn.wrapping_add(1), 0, FREE), Ordering::Release);
+        entry.word.store(word(turn.wrapping_add(1), FREE), Ordering::Release);
     }
 
-    /// Every entry that is taken from `head` (the consumer's position) on, with its position, until
-    /// the first free one; claimed ones come as `None`.
-    pub(crate) fn taken(&self, head: u64) -> impl Iterator<Item = (u64, Option<&'static Cqe>)> + '_ {
-        (head..head + self.entries.len() as u64)
-            .map(|position| {
-                let (entry, turn) = self.slot(position);
-                (position, entry, turn, entry.word.load(Ordering::Acquire))
-            })
-            .take_while(|&(_, _, turn, now)| turn_of(now) == turn && now & 0xff != FREE)
-            .map(|(position, entry, turn, now)| (position, (now == word(turn, 0, READY)).then_some(entry)))
+    /// The completions from `head` (the consumer's position) on, with their positions, until the
+    /// first slot that is not claimed.
+    pub(crate) fn published(&self, head: u64) -> impl Iterator<Item = (u64, &'static Cqe)> + '_ {
+        self.slots(head)
+            .take_while(|(_, slot)| turn_of(slot.claim.load(Ordering::Acquire)) == slot.turn.wrapping_add(1))
+            .filter(|(_, slot)| slot.entry.word.load(Ordering::Acquire) == word(slot.turn, READY))
+            .map(|(position, slot)| (position, slot.entry))
     }
 
     /// Turns the completion at `position` into nothing. For the consumer, under its lock.
     pub(crate) fn void(&self, position: u64) {
-        let (entry, turn) = self.slot(position);
-        entry.word.store(word(turn, 0, VOID), Ordering::Release);
+        let Slot { entry, turn, .. } = self.slot(position);
+        entry.word.store(word(turn, VOID), Ordering::Release);
     }
 
     /// Whether `segment` is just writing an entry from `head` on.
     pub(crate) fn claimed_by(&self, head: u64, segment: u32) -> bool {
-        (head..head + self.entries.len() as u64).any(|position| {
-            let (entry, turn) = self.slot(position);
-            entry.word.load(Ordering::SeqCst) == word(turn, segment, CLAIMED)
-        })
+        self.slots(head).any(|(_, slot)| slot.is_being_written_by(segment))
     }
 
     /// Voids what `segment`, which is dead, was writing. Returns how many entries.
     pub(crate) fn void_claims_of(&self, head: u64, segment: u32) -> usize {
-        (head..head + self.entries.len() as u64)
-            .filter(|&position| {
-                let (entry, turn) = self.slot(position);
-                let (claimed, void) = (word(turn, segment, CLAIMED), word(turn, 0, VOID));
-                entry.word.compare_exchange(claimed, void, Ordering::AcqRel, Ordering::Relaxed).is_ok()
-            })
+        self.slots(head)
+            .filter(|(_, slot)| slot.is_being_written_by(segment))
+            .map(|(position, _)| self.void(position))
             .count()
     }
 }
@@ -205,25 +290,16 @@ impl Claim {
     /// Makes the entry visible. A full barrier.
     #[inline(always)]
     pub(crate) fn publish(self) {
-        self.end(READY);
+        // The stores to the entry's line leave together; a locked instruction on it would give the
+        // spinning consumer time to take the line away in between.
+        self.entry.word.store(word(self.turn, READY), Ordering::Release);
+        full_fence();
     }
 
     /// Gives the entry up; the consumer skips it.
     pub(crate) fn void(self) {
-        self.end(VOID);
-    }
-
-    #[inline(always)]
-    fn end(self, state: u64) {
-        // A compare-exchange, not a store: if the owner took this process for dead, the entry is
-        // no longer ours.
-        let _ = self.entry.word.compare_exchange(
-            word(self.turn, self.segment, CLAIMED),
-            word(self.turn, 0, state),
-            Ordering::SeqCst,
-            Ordering::Relaxed,
-        );
-        fence_after_locked();
+        self.entry.word.store(word(self.turn, VOID), Ordering::Release);
+        full_fence();
     }
 }
 
@@ -240,7 +316,9 @@ mod tests {
         };
         // SAFETY: as above, for Cqe.
         let entries: Vec<Cqe> = (0..len).map(|_| unsafe { std::mem::zeroed() }).collect();
-        Ring::new(head, Box::leak(entries.into_boxed_slice())).expect("power of two")
+        let claims: Vec<AtomicU64> = (0..len).map(|_| AtomicU64::new(0)).collect();
+        Ring::new(head, Box::leak(entries.into_boxed_slice()), Box::leak(claims.into_boxed_slice()))
+            .expect("power of two")
     }
 
     fn push(ring: &Ring, hint: &mut u64, segment: u32, value: u32) -> Result<(), Full> {
@@ -313,15 +391,15 @@ mod tests {
     fn the_claim_of_a_dead_producer_is_voided_and_passed() {
         let ring = ring(4);
         let (mut hint, mut head) = (0, 0);
-        let lost = ring.claim(&mut hint, 7).expect("room");
+        let _lost = ring.claim(&mut hint, 7).expect("room");
         assert_eq!(push(&ring, &mut hint, 1, 5), Ok(()));
         assert_eq!(pop(&ring, &mut head), None);
         assert!(ring.claimed_by(head, 7));
         assert_eq!(ring.void_claims_of(head, 7), 1);
         assert_eq!(pop(&ring, &mut head), Some(5));
-        // Had it lived after all, it could not bring the entry back.
-        lost.publish();
         assert_eq!(pop(&ring, &mut head), None);
+        assert_eq!(push(&ring, &mut hint, 1, 6), Ok(()));
+        assert_eq!(pop(&ring, &mut head), Some(6));
     }
 
     #[test]

@@ -309,7 +309,7 @@ fn push(qp: &Qp, process: &Process, request: &Request<'_>, status: u32, bytes: u
         ibv_wr_opcode::IBV_WR_ATOMIC_FETCH_AND_ADD => ibv_wc_opcode::IBV_WC_FETCH_ADD,
         _ => ibv_wc_opcode::IBV_WC_SEND,
     };
-    qp.send_cq().push(process.segment.id, status != ibv_wc_status::IBV_WC_SUCCESS, |entry| {
+    qp.send_cq().push_send(process.segment.id, status != ibv_wc_status::IBV_WC_SUCCESS, |entry| {
         entry.qp.store(qp.index, Ordering::Relaxed);
         entry.len.store(bytes, Ordering::Relaxed);
         entry.imm.store(request.number, Ordering::Relaxed);

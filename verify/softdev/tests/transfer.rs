@@ -268,7 +268,7 @@ fn counting(links: &mut Links) {
     let mr = dev.mr(memory, ALL_RIGHTS);
     connect(links, 0, qp, &Conn::default());
     let [addr, rkey] = links.hear::<2>(0);
-    let mut run = |op, at: u64, compare_add, swap| {
+    let run = |op, at: u64, compare_add, swap| {
         Send::new(1, op, &[sge(mr, 16, 8)]).remote(addr + at, rkey as u32).atomic(compare_add, swap).post(qp);
         assert_eq!(expect(cq, 1, OK).len, 8);
         u64::from_ne_bytes(memory[16..24].try_into().expect("eight bytes"))
