@@ -146,6 +146,12 @@ impl Arm {
         Request { arm: Arm::make(state, before.left(), seen), ring, owed }
     }
 
+    /// The arm of a request that is only noted, where nothing was asked and nothing may follow.
+    #[inline(always)]
+    pub fn note(seen: u64) -> Arm {
+        Arm::make(APP, 0, seen)
+    }
+
     /// A kernel event was read. `seen` is the CQ's count after a look; `hint` is true where the
     /// ring decides (served mode). Returns the new word and what becomes of the event.
     pub fn record(self, seen: u64, hint: bool) -> (Arm, Verdict) {

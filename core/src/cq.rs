@@ -9,7 +9,7 @@
 use std::cell::UnsafeCell;
 use std::ffi::c_int;
 use std::ptr;
-use std::sync::atomic::{AtomicPtr, AtomicU32, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU32, AtomicU64, Ordering};
 
 use rdma_sys::{ibv_cq, ibv_wc};
 
@@ -26,27 +26,36 @@ pub type PollCq = unsafe extern "C" fn(*mut ibv_cq, c_int, *mut ibv_wc) -> c_int
 /// `req_notify_cq` of a provider.
 pub type ReqNotifyCq = unsafe extern "C" fn(*mut ibv_cq, c_int) -> c_int;
 
+/// Whether a CQ has something to poll: a provider's way to be asked without a lock, consuming
+/// nothing.
+pub type Peek = unsafe extern "C" fn(*mut ibv_cq) -> c_int;
+
+/// What a provider does for a CQ.
+#[derive(Clone, Copy)]
+pub struct Provider {
+    /// Polls it.
+    pub poll: PollCq,
+    /// Arms it.
+    pub req_notify: ReqNotifyCq,
+    /// Tells whether polling is worth it; without, polling is the only way to look.
+    pub peek: Option<Peek>,
+}
+
 /// Completions taken from the provider at once.
 const BATCH: usize = 8;
 
 /// What is guarded by the lock.
 #[derive(Default)]
 struct Inner {
-    ops: Option<(PollCq, ReqNotifyCq)>,
+    provider: Option<Provider>,
     stash: Stash,
     /// Completions kept at most. Twice the CQ's size: a program that arms before it polls leaves a
     /// full CQ's worth here, and the ring may hold as many again.
     room: usize,
-    /// Completions seen since the CQ was made: polled by the application, or kept.
-    seen: u64,
     /// Of the events that are owed, those for which a kernel event was forced.
     kicked: u32,
     /// Events handed out that the kernel does not know of; `ibv_destroy_cq` must not wait for them.
     made: u64,
-    /// Events that the application acknowledged, until the CQ is destroyed.
-    acknowledged: u32,
-    /// `ibv_destroy_cq` waits for acknowledgements: they go to libibverbs at once.
-    destroying: bool,
 }
 
 /// A completion queue.
@@ -58,8 +67,16 @@ pub struct Cq {
     arm: AtomicU64,
     /// Events that are due for earlier requests and that nobody has taken; changed as `arm` is.
     owed: AtomicU32,
+    /// Completions seen since the CQ was made: polled by the application, or kept. Changed as `arm`.
+    seen: AtomicU64,
+    /// The provider's, where it has one; null otherwise.
+    peek: AtomicPtr<()>,
     inner: UnsafeCell<Inner>,
     noted: Counter,
+    /// Events that the application acknowledged, until the CQ is destroyed.
+    acknowledged: AtomicU32,
+    /// `ibv_destroy_cq` waits for acknowledgements: they go to libibverbs at once.
+    destroying: AtomicBool,
 }
 
 // SAFETY: `inner` is touched under `lock` only; everything else is atomic.
@@ -86,35 +103,43 @@ impl Default for Cq {
             lock: Lock::new(),
             arm: AtomicU64::new(0),
             owed: AtomicU32::new(0),
+            seen: AtomicU64::new(0),
+            peek: AtomicPtr::new(ptr::null_mut()),
             inner: UnsafeCell::new(Inner::default()),
             noted: Counter::new(),
+            acknowledged: AtomicU32::new(0),
+            destroying: AtomicBool::new(false),
         }
     }
 }
 
 impl Cq {
-    /// Starts to keep account of `real`, whose provider has the given operations.
+    /// Starts to keep account of `real`, which is `provider`'s.
     ///
     /// # Safety
-    /// `real` is a live CQ with a completion channel, to which the operations belong, and stays
+    /// `real` is a live CQ with a completion channel, is the provider's, and stays
     /// live until [`Cq::forget`].
-    pub unsafe fn new(real: *mut ibv_cq, poll: PollCq, req_notify: ReqNotifyCq) -> &'static Cq {
+    pub unsafe fn new(real: *mut ibv_cq, provider: Provider) -> &'static Cq {
         let cq = POOL.take();
         cq.lock.with(|| {
             // SAFETY: the lock is held; the CQ is live.
             let (inner, room) = unsafe { (&mut *cq.inner.get(), (*real).cqe) };
-            *inner = Inner { ops: Some((poll, req_notify)), room: stash_room(room), ..Inner::default() };
+            *inner = Inner { provider: Some(provider), room: stash_room(room), ..Inner::default() };
+            cq.peek.store(provider.peek.map_or(ptr::null_mut(), |peek| peek as *mut ()), Ordering::Relaxed);
+            cq.seen.store(0, Ordering::Relaxed);
             cq.real.store(real, Ordering::Relaxed);
         });
         cq
     }
 
     /// The application's CQ.
+    #[inline(always)]
     pub fn real(&self) -> *mut ibv_cq {
         self.real.load(Ordering::Relaxed)
     }
 
     /// The channel that it reports to.
+    #[inline(always)]
     pub fn channel(&self) -> Option<&'static Channel> {
         // SAFETY: channels live in a pool that is never freed.
         unsafe { self.channel.load(Ordering::Relaxed).as_ref() }
@@ -125,14 +150,17 @@ impl Cq {
             .store(channel.map_or(ptr::null_mut(), |c| ptr::from_ref(c).cast_mut()), Ordering::Relaxed);
     }
 
+    #[inline(always)]
     fn arm(&self) -> Arm {
         Arm(self.arm.load(Ordering::Relaxed))
     }
 
+    #[inline(always)]
     fn set_arm(&self, arm: Arm) {
         self.arm.store(arm.0, Ordering::Relaxed);
     }
 
+    #[inline(always)]
     fn owed(&self) -> u32 {
         self.owed.load(Ordering::Relaxed)
     }
@@ -151,7 +179,7 @@ impl Cq {
     }
 
     /// Takes the lock and lends what it guards.
-    #[inline]
+    #[inline(always)]
     fn locked<R>(&self, f: impl FnOnce(&mut Inner) -> R) -> R {
         // SAFETY: the lock is held while the reference lives.
         self.lock.with(|| f(unsafe { &mut *self.inner.get() }))
@@ -172,7 +200,7 @@ impl Cq {
             }
             // SAFETY: the caller vouches for `wcs`; the CQ is live.
             let n = unsafe { inner.poll_real(self.real(), room, wcs) };
-            inner.seen += n.max(0) as u64;
+            self.saw(n.max(0) as u64);
             n
         })
     }
@@ -186,9 +214,15 @@ impl Cq {
             channel.never_serve();
         }
         self.locked(|inner| {
-            let full = !inner.drain(self.real());
+            let full = !self.drain(inner);
             let to_hardware = full || channel.is_none_or(Channel::arms_hardware);
-            let request = self.arm().request(solicited, inner.seen, to_hardware);
+            if self.arm() == Arm::NONE && !solicited && !to_hardware {
+                self.set_arm(Arm::note(self.seen()));
+                self.noted.bump();
+                watchdog::noted();
+                return 0;
+            }
+            let request = self.arm().request(solicited, self.seen(), to_hardware);
             self.owe(u32::from(request.owed));
             let rc = match request.ring {
                 Ring::No => 0,
@@ -209,15 +243,29 @@ impl Cq {
     /// Looks for an event and takes it. Without anything asked or owed it costs one load.
     #[inline(always)]
     pub(crate) fn look(&self) -> Look {
-        if !self.worth_a_look() || !self.lock.try_lock() {
+        if !self.worth_a_look() || (self.is_empty() && !self.event_seen()) || !self.lock.try_lock() {
             return Look::Nothing;
         }
         // SAFETY: the lock is held.
         let inner = unsafe { &mut *self.inner.get() };
-        inner.drain(self.real());
+        self.drain(inner);
         let look = self.take(inner);
         self.lock.unlock();
         look
+    }
+
+    /// Whether the provider says that there is nothing to poll; false where it cannot be asked.
+    #[inline(always)]
+    fn is_empty(&self) -> bool {
+        let peek = self.peek.load(Ordering::Relaxed);
+        // SAFETY: `new` put a function of this type there, for a CQ that is live while its account is.
+        !peek.is_null() && unsafe { std::mem::transmute::<*mut (), Peek>(peek)(self.real()) == 0 }
+    }
+
+    /// Whether an event waits to be taken of which the ring knows no more.
+    #[inline(always)]
+    fn event_seen(&self) -> bool {
+        self.owed() > 0 || self.arm().due(self.seen())
     }
 
     /// Takes an event that is owed or due.
@@ -225,7 +273,7 @@ impl Cq {
     fn take(&self, inner: &mut Inner) -> Look {
         if self.owed() > 0 && self.pay(inner) {
             // An older request's, whose event comes first.
-        } else if self.arm().due(inner.seen) {
+        } else if self.arm().due(self.seen()) {
             self.set_arm(self.arm().answered());
         } else {
             return Look::Nothing;
@@ -253,8 +301,8 @@ impl Cq {
     /// Whether the kernel has an event for the application, or is about to.
     pub(crate) fn kernel_event_ready(&self) -> bool {
         self.locked(|inner| {
-            inner.drain(self.real());
-            self.owed() > 0 || (self.arm().due(inner.seen) && !self.arm().noted())
+            self.drain(inner);
+            self.owed() > 0 || (self.arm().due(self.seen()) && !self.arm().noted())
         })
     }
 
@@ -263,16 +311,16 @@ impl Cq {
     pub(crate) fn arm_hardware(&self) -> bool {
         self.locked(|inner| {
             self.ring_noted(inner);
-            self.owed() > 0 || self.arm().due(inner.seen)
+            self.owed() > 0 || self.arm().due(self.seen())
         })
     }
 
     /// Arms the hardware for a request that is only noted and not answered yet.
     fn ring_noted(&self, inner: &mut Inner) {
-        inner.drain(self.real());
-        if self.arm().noted() && !self.arm().due(inner.seen) && inner.ring(self.real(), false) == 0 {
+        self.drain(inner);
+        if self.arm().noted() && !self.arm().due(self.seen()) && inner.ring(self.real(), false) == 0 {
             self.set_arm(self.arm().armed());
-            inner.drain(self.real());
+            self.drain(inner);
         }
     }
 
@@ -284,7 +332,7 @@ impl Cq {
                 self.ring_noted(inner);
                 // Due already, it never reaches the hardware. Due just after it did, nobody knows
                 // whether the hardware saw the completion: made here, its own event is swallowed.
-                if self.arm().due(inner.seen) {
+                if self.arm().due(self.seen()) {
                     self.owe(1);
                     self.set_arm(self.arm().answered());
                 }
@@ -297,7 +345,7 @@ impl Cq {
     /// on a served channel.
     pub(crate) fn record(&self, hint: bool) -> Verdict {
         self.locked(|inner| {
-            inner.drain(self.real());
+            self.drain(inner);
             // In kernel mode the events of repeated requests come one by one; those for which one
             // was forced come from the private CQ.
             if !hint && self.owed() > inner.kicked && self.arm().leftover() {
@@ -305,7 +353,7 @@ impl Cq {
                 self.set_arm(self.arm().one_read());
                 return Verdict::Deliver;
             }
-            let (arm, verdict) = self.arm().record(inner.seen, hint);
+            let (arm, verdict) = self.arm().record(self.seen(), hint);
             self.set_arm(arm);
             if verdict == Verdict::Swallow && !hint && arm.noted() && inner.ring(self.real(), false) == 0 {
                 // In kernel mode nobody looks: the hardware must stay armed.
@@ -346,6 +394,39 @@ impl Cq {
         self.locked(|inner| inner.made += 1);
     }
 
+    /// Moves what the provider has into the stash. False where the stash is full and some may be
+    /// left.
+    #[inline]
+    fn drain(&self, inner: &mut Inner) -> bool {
+        if self.is_empty() {
+            return true;
+        }
+        loop {
+            let most = BATCH.min(inner.room.saturating_sub(inner.stash.len()));
+            if most == 0 {
+                return false;
+            }
+            let (place, room) = inner.stash.room(most);
+            // SAFETY: the place has that room; the CQ is live while its account is.
+            let n = unsafe { inner.poll_real(self.real(), room as c_int, place) }.max(0) as usize;
+            inner.stash.filled(n.min(room));
+            self.saw(n as u64);
+            if n < room {
+                return true;
+            }
+        }
+    }
+
+    #[inline(always)]
+    fn seen(&self) -> u64 {
+        self.seen.load(Ordering::Relaxed)
+    }
+
+    #[inline(always)]
+    fn saw(&self, more: u64) {
+        self.seen.store(self.seen() + more, Ordering::Relaxed);
+    }
+
     /// Runs `f`, which resets or destroys queue pair `qp_num`, and drops that queue pair's
     /// completions, as the provider does with its own.
     pub fn purging<R>(&self, qp_num: u32, f: impl FnOnce() -> (R, bool)) -> R {
@@ -371,23 +452,20 @@ impl Cq {
     /// The application acknowledges events. Returns how many are to be passed on at once.
     #[inline]
     pub fn acknowledge(&self, events: u32) -> Option<u32> {
-        self.locked(|inner| {
-            inner.acknowledged += events;
-            inner.destroying.then(|| std::mem::take(&mut inner.acknowledged))
-        })
+        // SeqCst, as in `begin_destroy`: of the two, one sees what the other wrote.
+        self.acknowledged.fetch_add(events, Ordering::SeqCst);
+        self.destroying.load(Ordering::SeqCst).then(|| self.acknowledged.swap(0, Ordering::SeqCst))
     }
 
     /// The CQ is about to be destroyed: returns the events acknowledged and not passed on.
     pub fn begin_destroy(&self) -> u32 {
-        self.locked(|inner| {
-            inner.destroying = true;
-            std::mem::take(&mut inner.acknowledged)
-        })
+        self.destroying.store(true, Ordering::SeqCst);
+        self.acknowledged.swap(0, Ordering::SeqCst)
     }
 
     /// The CQ was not destroyed after all.
     pub fn cancel_destroy(&self) {
-        self.locked(|inner| inner.destroying = false);
+        self.destroying.store(false, Ordering::SeqCst);
     }
 
     /// Events made so far, of which the kernel knows nothing.
@@ -405,6 +483,8 @@ impl Cq {
             self.real.store(ptr::null_mut(), Ordering::Relaxed);
         });
         COUNTERS.noted.add(self.noted.take());
+        self.acknowledged.store(0, Ordering::SeqCst);
+        self.destroying.store(false, Ordering::SeqCst);
         self.set_channel(None);
         POOL.give_back(self);
     }
@@ -432,39 +512,19 @@ impl Inner {
     /// `real` is live and `wcs` has room for `room` completions.
     #[inline]
     unsafe fn poll_real(&self, real: *mut ibv_cq, room: c_int, wcs: *mut ibv_wc) -> c_int {
-        match self.ops {
+        match self.provider {
             // SAFETY: as the caller says.
-            Some((poll, _)) => unsafe { poll(real, room, wcs) },
+            Some(provider) => unsafe { (provider.poll)(real, room, wcs) },
             None => 0,
         }
     }
 
     fn ring(&self, real: *mut ibv_cq, solicited: bool) -> c_int {
         COUNTERS.hw_arms.add(1);
-        match self.ops {
+        match self.provider {
             // SAFETY: the CQ is live while its account is.
-            Some((_, req_notify)) => unsafe { req_notify(real, c_int::from(solicited)) },
+            Some(provider) => unsafe { (provider.req_notify)(real, c_int::from(solicited)) },
             None => 0,
-        }
-    }
-
-    /// Moves what the provider has into the stash. False where the stash is full and some may be
-    /// left.
-    #[inline]
-    fn drain(&mut self, real: *mut ibv_cq) -> bool {
-        loop {
-            let most = BATCH.min(self.room.saturating_sub(self.stash.len()));
-            if most == 0 {
-                return false;
-            }
-            let (place, room) = self.stash.room(most);
-            // SAFETY: the place has that room; the CQ is live while its account is.
-            let n = unsafe { self.poll_real(real, room as c_int, place) }.max(0) as usize;
-            self.stash.filled(n.min(room));
-            self.seen += n as u64;
-            if n < room {
-                return true;
-            }
         }
     }
 }

@@ -21,15 +21,19 @@ const PATIENCE: u64 = 5;
 static WAKE_NS: AtomicU64 = AtomicU64::new(WAKE);
 /// `FW_SPIN_US` in nanoseconds, or `u64::MAX` where the measured cost decides.
 static SPIN_NS: AtomicU64 = AtomicU64::new(u64::MAX);
+/// [`bound`] in ticks, for the polling loop; 0 until it was computed.
+static BOUND_TICKS: AtomicU64 = AtomicU64::new(0);
 
 /// Sets what a kernel wake-up costs, in nanoseconds, within reason.
 pub fn set_wake_cost(ns: u64) {
     WAKE_NS.store(ns.clamp(2_000, 100_000), Ordering::Relaxed);
+    BOUND_TICKS.store(clock::ticks(bound()), Ordering::Relaxed);
 }
 
 /// Sets the longest time to poll, in nanoseconds (`FW_SPIN_US`).
 pub fn set_spin(ns: u64) {
     SPIN_NS.store(ns, Ordering::Relaxed);
+    BOUND_TICKS.store(clock::ticks(bound()), Ordering::Relaxed);
 }
 
 /// The longest time to poll under [`Idle::Auto`], in nanoseconds.
@@ -38,6 +42,11 @@ pub fn bound() -> u64 {
         u64::MAX => WAKE_NS.load(Ordering::Relaxed) * PATIENCE,
         ns => ns,
     }
+}
+
+#[inline]
+fn bound_ticks() -> u64 {
+    BOUND_TICKS.load(Ordering::Relaxed)
 }
 
 /// What a channel's waits have been like; under the channel's lock.
@@ -54,15 +63,15 @@ impl Expectation {
         match idle {
             Idle::Busy | Idle::Yield => u64::MAX,
             Idle::Sleep => 0,
-            Idle::Auto => {
-                let bound = clock::ticks(bound());
-                if self.average.get() > bound {
-                    0
-                } else {
-                    bound
-                }
-            }
+            Idle::Auto if self.average.get() > bound_ticks() => 0,
+            Idle::Auto => bound_ticks(),
         }
+    }
+
+    /// A wait was over at once.
+    #[inline(always)]
+    pub fn observe_short(&self) {
+        self.average.set(self.average.get() - self.average.get() / 4);
     }
 
     /// A wait took `ticks`, and ended by a kernel wake-up if `slept`.
@@ -70,7 +79,7 @@ impl Expectation {
     pub fn observe(&self, ticks: u64, slept: bool) {
         let woken = if slept { clock::ticks(WAKE_NS.load(Ordering::Relaxed)) } else { 0 };
         // One long wait, however long, is forgotten after a few short ones.
-        let ticks = ticks.saturating_sub(woken).min(clock::ticks(bound() * 8));
+        let ticks = ticks.saturating_sub(woken).min(bound_ticks() * 8);
         self.average.set(self.average.get() - self.average.get() / 4 + ticks / 4);
     }
 }
@@ -82,6 +91,7 @@ mod tests {
     #[test]
     fn long_waits_make_waiters_sleep_and_short_ones_make_them_poll_again() {
         clock::calibrate();
+        set_wake_cost(WAKE);
         let channel = Expectation::default();
         assert_eq!(channel.budget(Idle::Auto), clock::ticks(bound()));
         (0..8).for_each(|_| channel.observe(clock::ticks(1_000_000_000), true));
@@ -93,6 +103,7 @@ mod tests {
     #[test]
     fn peers_that_both_sleep_find_out_that_they_could_poll() {
         clock::calibrate();
+        set_wake_cost(WAKE);
         let channel = Expectation::default();
         (0..8).for_each(|_| channel.observe(clock::ticks(1_000_000_000), true));
         (0..24).for_each(|_| channel.observe(clock::ticks(2 * WAKE), true));

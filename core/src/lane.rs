@@ -35,48 +35,49 @@ pub fn restrict(cores: Option<Vec<usize>>) {
 /// Where a thread sat last, so that it usually finds its seat at once.
 pub struct SeatHint {
     lane: Cell<Option<&'static Lane>>,
-    index: Cell<usize>,
-    waits: Cell<u32>,
+    seat: Cell<Option<&'static AtomicBool>>,
+    /// Waits until the CPU mask is asked for again.
+    left: Cell<u32>,
 }
 
 impl SeatHint {
     /// Nowhere yet.
     pub const fn new() -> Self {
-        SeatHint { lane: Cell::new(None), index: Cell::new(0), waits: Cell::new(0) }
+        SeatHint { lane: Cell::new(None), seat: Cell::new(None), left: Cell::new(0) }
     }
 
     /// Takes a seat on the lane of the calling thread; `None` where all are taken or none is allowed.
     #[inline]
     pub(crate) fn take(&self) -> Option<Seat> {
-        let waits = self.waits.get();
-        self.waits.set(waits.wrapping_add(1));
+        let left = self.left.get();
+        if let (Some(seat), true) = (self.seat.get(), left > 0) {
+            self.left.set(left - 1);
+            if sit(seat) {
+                return Some(Seat { seat });
+            }
+        }
+        self.find()
+    }
+
+    #[cold]
+    fn find(&self) -> Option<Seat> {
         let lane = match self.lane.get() {
-            Some(lane) if !waits.is_multiple_of(MASK_EVERY) => lane,
+            Some(lane) if self.left.get() > 0 => lane,
             _ => {
                 let lane = lane_of(&thread_mask());
                 self.lane.set(Some(lane));
+                self.left.set(MASK_EVERY);
                 lane
             }
         };
-        let first = self.index.get().min(lane.seats.len());
-        let (before, after) = lane.seats.split_at(first);
-        let mut index = first;
-        for seat in after.iter().chain(before) {
-            // Acquire and the Release in `leave`: whoever sits down sees what the last one did.
-            if !seat.load(Ordering::Relaxed)
-                && seat.compare_exchange(false, true, Ordering::Acquire, Ordering::Relaxed).is_ok()
-            {
-                self.index.set(index);
-                return Some(Seat { seat });
-            }
-            index = if index + 1 < lane.seats.len() { index + 1 } else { 0 };
-        }
-        None
+        let seat = lane.seats.iter().find(|seat| sit(seat))?;
+        self.seat.set(Some(seat));
+        Some(Seat { seat })
     }
 
     /// Asks for the CPU mask at the next wait: the thread knows that it changed.
     pub fn forget(&self) {
-        self.waits.set(0);
+        self.left.set(0);
     }
 }
 
@@ -84,6 +85,14 @@ impl Default for SeatHint {
     fn default() -> Self {
         Self::new()
     }
+}
+
+/// Takes a seat, if it is free.
+#[inline]
+fn sit(seat: &AtomicBool) -> bool {
+    // Acquire and the Release in `leave`: whoever sits down sees what the last one did.
+    !seat.load(Ordering::Relaxed)
+        && seat.compare_exchange(false, true, Ordering::Acquire, Ordering::Relaxed).is_ok()
 }
 
 /// The right to poll.
@@ -159,7 +168,7 @@ mod tests {
         mask[3] = 0b101;
         for hint in [&one, &two] {
             hint.lane.set(Some(lane_of(&mask)));
-            hint.waits.set(1);
+            hint.left.set(9);
         }
         let (a, b) = (one.take().unwrap(), two.take().unwrap());
         assert!(one.take().is_none());

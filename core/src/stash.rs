@@ -76,9 +76,12 @@ impl Stash {
     pub unsafe fn pop_into(&mut self, out: *mut ibv_wc, room: usize) -> usize {
         let taken = room.min(self.len);
         for index in 0..taken {
-            let from = self.ring[self.at(index)].as_ptr();
-            // SAFETY: the oldest `len` were filled, and `out` has room for `taken`.
-            unsafe { ptr::copy_nonoverlapping(from, out.add(index), 1) };
+            // SAFETY: `at` stays below the ring's length, the oldest `len` were filled, and `out`
+            // has room for `taken`.
+            unsafe {
+                let from = self.ring.get_unchecked(self.at(index)).as_ptr();
+                ptr::copy_nonoverlapping(from, out.add(index), 1);
+            }
         }
         self.head = self.at(taken);
         self.len -= taken;

@@ -161,16 +161,19 @@ impl Channel {
             }
             if let Some(cq) = sweep(inner) {
                 self.inplace.bump();
-                // A wait too short for the clock to be read counts as none.
-                let took = if since == 0 { 0 } else { clock::now() - since };
-                inner.expectation.observe(took, false);
+                if since == 0 {
+                    // A wait too short for the clock to be read.
+                    inner.expectation.observe_short();
+                } else {
+                    inner.expectation.observe(clock::now() - since, false);
+                }
                 return Wait::Event(cq.real());
             }
             if me.wanted() {
                 return Wait::Attention;
             }
             sweeps += 1;
-            if sweeps % SWEEPS == 1 || budget == 0 {
+            if sweeps.is_multiple_of(SWEEPS) || budget == 0 {
                 let now = clock::now();
                 if since == 0 {
                     since = now;

@@ -70,8 +70,8 @@ impl Private {
             pd: ptr::null_mut(),
             cq: ptr::null_mut(),
             qp: ptr::null_mut(),
-            poll: originals.poll,
-            req_notify: originals.req_notify,
+            poll: originals.provider.poll,
+            req_notify: originals.provider.req_notify,
             post_send,
         };
         private.pd = call_real!(ALLOC_PD, fn(*mut ibv_context) -> *mut ibv_pd, (context), ptr::null_mut());

@@ -5,17 +5,17 @@
 //! table says. The table of a context is changed when its first completion channel is made, and the
 //! originals are kept for as long as the context is open.
 
-use std::ffi::c_int;
+use std::ffi::{c_int, c_void, CStr};
 use std::mem::offset_of;
 
 use fastwake::channel::{CHANNELS, CQS};
-use fastwake::cq::{PollCq, ReqNotifyCq};
+use fastwake::cq::{Peek, PollCq, Provider};
 use fastwake::table::Table;
 use rdma_sys::{
     ibv_comp_channel, ibv_context, ibv_cq, ibv_cq_ex, ibv_cq_init_attr_ex, ibv_wc, verbs_context,
 };
 
-use crate::process;
+use crate::{process, real};
 
 type CreateCqEx = unsafe extern "C" fn(*mut ibv_context, *mut ibv_cq_init_attr_ex) -> *mut ibv_cq_ex;
 
@@ -29,8 +29,7 @@ const _: () = {
 /// The originals of a context.
 #[derive(Clone, Copy)]
 pub(crate) struct Originals {
-    pub(crate) poll: PollCq,
-    pub(crate) req_notify: ReqNotifyCq,
+    pub(crate) provider: Provider,
     create_cq_ex: Option<CreateCqEx>,
 }
 
@@ -59,8 +58,10 @@ pub(crate) unsafe fn replace(context: *mut ibv_context) -> bool {
     // SAFETY: as above.
     let extended = unsafe { extended(context) };
     let create_cq_ex = extended.and_then(|slot| *slot);
+    // SAFETY: as above.
+    let provider = Provider { poll, req_notify, peek: unsafe { peek_of(context) } };
     // Contexts are few and reopened rarely; what look-ups may still read is never freed.
-    CONTEXTS.insert(context, Box::leak(Box::new(Originals { poll, req_notify, create_cq_ex })));
+    CONTEXTS.insert(context, Box::leak(Box::new(Originals { provider, create_cq_ex })));
     ops.poll_cq = Some(poll_cq);
     ops.req_notify_cq = Some(req_notify_cq);
     // SAFETY: as above.
@@ -68,6 +69,22 @@ pub(crate) unsafe fn replace(context: *mut ibv_context) -> bool {
         *slot = Some(self::create_cq_ex);
     }
     true
+}
+
+/// How the CQs of this context are asked whether there is something to poll: the soft device says so
+/// by a function of its own; of any other device nothing is known.
+///
+/// # Safety
+/// `context` is open.
+unsafe fn peek_of(context: *mut ibv_context) -> Option<Peek> {
+    let address = real::dlsym(libc::RTLD_NEXT, c"fw_soft_ready");
+    // SAFETY: an open context names its device.
+    let device = unsafe { CStr::from_ptr((*(*context).device).name.as_ptr()) };
+    if address.is_null() || device != c"fw_soft0" {
+        return None;
+    }
+    // SAFETY: the soft device's function of this name has this type.
+    Some(unsafe { std::mem::transmute::<*mut c_void, Peek>(address) })
 }
 
 /// Forgets a context that is closed.
@@ -103,7 +120,7 @@ unsafe extern "C" fn poll_cq(cq: *mut ibv_cq, room: c_int, wcs: *mut ibv_wc) -> 
     // SAFETY: a live CQ points to its context.
     match unsafe { originals((*cq).context) } {
         // SAFETY: the application's arguments.
-        Some(originals) => unsafe { (originals.poll)(cq, room, wcs) },
+        Some(originals) => unsafe { (originals.provider.poll)(cq, room, wcs) },
         None => -libc::EINVAL,
     }
 }
@@ -118,7 +135,7 @@ unsafe extern "C" fn req_notify_cq(cq: *mut ibv_cq, solicited_only: c_int) -> c_
     // SAFETY: a live CQ points to its context.
     match unsafe { originals((*cq).context) } {
         // SAFETY: the application's arguments.
-        Some(originals) => unsafe { (originals.req_notify)(cq, solicited_only) },
+        Some(originals) => unsafe { (originals.provider.req_notify)(cq, solicited_only) },
         None => libc::EINVAL,
     }
 }

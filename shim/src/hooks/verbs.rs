@@ -129,7 +129,7 @@ unsafe extern "C" fn create_cq(
     // SAFETY: both are live; the operations are the context's own.
     unsafe {
         if let (Some(account), Some(originals)) = (account_of(channel), ops::originals(context)) {
-            let new = Cq::new(cq, originals.poll, originals.req_notify);
+            let new = Cq::new(cq, originals.provider);
             CQS.insert(cq, new);
             account.add(new);
         }

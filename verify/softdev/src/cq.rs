@@ -15,7 +15,7 @@ use crate::process::Process;
 use crate::qp::Qp;
 use crate::real::{fail, forward, refuse};
 use crate::recv;
-use crate::ring::{Next, Ring};
+use crate::ring::{Cursor, Next, Ring};
 use libc::{c_int, c_void};
 use parking_lot::Mutex;
 use rdma_sys::{ibv_comp_channel, ibv_context, ibv_cq, ibv_event_type, ibv_wc, ibv_wc_status};
@@ -25,6 +25,32 @@ use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 
 /// Most entries of a CQ.
 pub(crate) const MAX_CQE: usize = 1 << 20;
+
+/// A [`Cursor`] for all threads of the process. What one stores may be older than what is there:
+/// a start for the next search, no more.
+struct SharedCursor {
+    tail: AtomicU64,
+    consumed: AtomicU64,
+}
+
+impl SharedCursor {
+    fn of(ring: &Ring) -> Self {
+        let Cursor { tail, consumed } = ring.cursor();
+        SharedCursor { tail: AtomicU64::new(tail), consumed: AtomicU64::new(consumed) }
+    }
+
+    #[inline(always)]
+    fn load(&self) -> Cursor {
+        let (tail, consumed) = (&self.tail, &self.consumed);
+        Cursor { tail: tail.load(Ordering::Relaxed), consumed: consumed.load(Ordering::Acquire) }
+    }
+
+    #[inline(always)]
+    fn store(&self, cursor: Cursor) {
+        self.tail.store(cursor.tail, Ordering::Relaxed);
+        self.consumed.store(cursor.consumed, Ordering::Release);
+    }
+}
 
 /// A completion queue of this process.
 #[repr(C)]
@@ -36,15 +62,13 @@ pub(crate) struct Cq {
     /// Where `shared` lies in the segment.
     pub(crate) place: u32,
     doorbell: &'static AtomicU32,
-    /// Position of the next entry to consume. Written under `consumer`.
-    head: AtomicU64,
-    consumer: Lock<()>,
-    /// This process's idea of the tail, as a producer of flushed receives.
-    tail: AtomicU64,
-    /// The ring of send completions, with its positions.
+    /// The ring of send completions.
     own: Ring,
-    own_head: AtomicU64,
-    own_tail: AtomicU64,
+    /// Guards consuming from both.
+    consumer: Lock<()>,
+    /// This process's ideas of both, as a producer.
+    cursor: SharedCursor,
+    own_cursor: SharedCursor,
     /// The QPs that complete here, each once for sending and once for receiving.
     pub(crate) users: Mutex<Vec<*const Qp>>,
     /// QPs whose sends go here and wait for something.
@@ -83,23 +107,29 @@ impl Cq {
     /// Queues a send completion. `fill` writes all of the entry but its word.
     #[inline]
     pub(crate) fn push_send(&self, segment: u32, failed: bool, fill: impl FnOnce(&Cqe)) {
-        self.push(&self.own, &self.own_tail, segment, failed, fill);
+        self.push(&self.own, &self.own_cursor, segment, failed, fill);
     }
 
     /// Queues the completion of a receive that was flushed, behind those that were not.
     pub(crate) fn push_flushed(&self, segment: u32, fill: impl FnOnce(&Cqe)) {
-        self.push(&self.ring, &self.tail, segment, true, fill);
+        self.push(&self.ring, &self.cursor, segment, true, fill);
     }
 
     #[inline(always)]
-    fn push(&self, ring: &Ring, hint: &AtomicU64, segment: u32, solicited: bool, fill: impl FnOnce(&Cqe)) {
-        let mut tail = hint.load(Ordering::Relaxed);
-        let Ok(claim) = ring.claim(&mut tail, segment) else {
+    fn push(
+        &self,
+        ring: &Ring,
+        shared: &SharedCursor,
+        segment: u32,
+        solicited: bool,
+        fill: impl FnOnce(&Cqe),
+    ) {
+        let mut cursor = shared.load();
+        let Ok(claim) = ring.claim(&mut cursor, segment) else {
             self.overflow();
             return;
         };
-        // Another thread may store an older one: a start for the next search, no more.
-        hint.store(tail, Ordering::Relaxed);
+        shared.store(cursor);
         fill(claim.entry);
         claim.publish();
         if self.doorbell.load(Ordering::Relaxed) == 0 {
@@ -122,9 +152,7 @@ impl Cq {
     #[inline(always)]
     pub(crate) fn paces(&self, ahead: u64) -> bool {
         !self.ibv.channel.is_null()
-            && self.own_tail.load(Ordering::Relaxed).wrapping_sub(self.own_head.load(Ordering::Relaxed))
-                as i64
-                >= ahead as i64
+            && self.own_cursor.tail.load(Ordering::Relaxed).saturating_sub(self.own.consumed()) >= ahead
     }
 
     /// The ring is full: the CQ fails. The progress thread says so and fails the QPs.
@@ -157,31 +185,28 @@ impl Cq {
         });
     }
 
-    /// Positions from which on entries may be taken, for looking under the consumer's lock.
-    pub(crate) fn locked<R>(&self, look: impl FnOnce(u64) -> R) -> R {
+    /// Looks at the rings while nobody consumes.
+    pub(crate) fn locked<R>(&self, look: impl FnOnce() -> R) -> R {
         let _consumer = self.consumer.lock();
-        look(self.head.load(Ordering::Relaxed))
+        look()
     }
 
     /// Receive completions of QP `index` that nobody has polled yet. Under the lock of [`Cq::locked`].
-    pub(crate) fn unpolled_receives(&self, head: u64, index: u32) -> u32 {
+    pub(crate) fn unpolled_receives(&self, index: u32) -> u32 {
         let of_qp = |entry: &&Cqe| {
             entry.qp.load(Ordering::Relaxed) == index && entry.kind.load(Ordering::Relaxed) & flag::RECV != 0
         };
-        self.ring.published(head).map(|(_, entry)| entry).filter(of_qp).count() as u32
+        self.ring.published().map(|(_, entry)| entry).filter(of_qp).count() as u32
     }
 
     /// Removes all completions of QP `index`: it is reset or destroyed.
     pub(crate) fn purge(&self, index: u32) {
-        self.locked(|head| {
-            for (position, entry) in self.ring.published(head) {
-                if entry.qp.load(Ordering::Relaxed) == index {
-                    self.ring.void(position);
-                }
-            }
-            for (position, entry) in self.own.published(self.own_head.load(Ordering::Relaxed)) {
-                if entry.qp.load(Ordering::Relaxed) == index {
-                    self.own.void(position);
+        self.locked(|| {
+            for ring in [&self.ring, &self.own] {
+                for (position, entry) in ring.published() {
+                    if entry.qp.load(Ordering::Relaxed) == index {
+                        ring.void(position);
+                    }
                 }
             }
         });
@@ -192,15 +217,15 @@ impl Cq {
         if self.stalled.load(Ordering::Relaxed) != 0 {
             self.push_on();
         }
-        if matches!(self.ring.next(self.head.load(Ordering::Relaxed)), Next::Empty)
-            && matches!(self.own.next(self.own_head.load(Ordering::Relaxed)), Next::Empty)
+        if matches!(self.ring.next(self.ring.consumed()), Next::Empty)
+            && matches!(self.own.next(self.own.consumed()), Next::Empty)
         {
             return self.nothing();
         }
         let (mut got, mut failed) = (0, None);
         let consumer = self.consumer.lock();
-        for (ring, head) in [(&self.ring, &self.head), (&self.own, &self.own_head)] {
-            let mut position = head.load(Ordering::Relaxed);
+        for ring in [&self.ring, &self.own] {
+            let mut position = ring.consumed();
             while got < want {
                 match ring.next(position) {
                     Next::Empty => break,
@@ -219,9 +244,8 @@ impl Cq {
                         }
                     }
                 }
-                ring.release(position);
                 position += 1;
-                head.store(position, Ordering::Relaxed);
+                ring.release(position);
             }
         }
         drop(consumer);
@@ -401,7 +425,6 @@ fn create(process: &Process, mut ibv: ibv_cq, cqe: usize) -> std::io::Result<Opt
         // The ring goes on where its last user left it: a slow peer's late claim stays valid.
         let (shared, ring) = Ring::at(map, place).ok_or_else(out)?;
         let own = Ring::private(len).ok_or_else(out)?;
-        let head = ring.restart();
         // SAFETY: the application's channel, or null.
         let number = unsafe { channel_of(ibv.channel) }.map_or(NO_CHANNEL, |channel| channel.number);
         shared.channel.store(number, Ordering::Relaxed);
@@ -421,12 +444,10 @@ fn create(process: &Process, mut ibv: ibv_cq, cqe: usize) -> std::io::Result<Opt
             ring,
             place,
             doorbell,
-            head: AtomicU64::new(head),
-            consumer: Lock::new(()),
-            tail: AtomicU64::new(head),
+            cursor: SharedCursor::of(&ring),
+            own_cursor: SharedCursor::of(&own),
             own,
-            own_head: AtomicU64::new(0),
-            own_tail: AtomicU64::new(0),
+            consumer: Lock::new(()),
             users: Mutex::new(Vec::new()),
             stalled: AtomicU32::new(0),
             async_raised: AtomicU32::new(0),
@@ -458,7 +479,7 @@ unsafe extern "C" fn ibv_destroy_cq(ibv: *mut ibv_cq) -> c_int {
         let reported = settle(&Context::of((*ibv).context).async_queue, cq.cookie(), &cq.async_raised);
         wait_acknowledged(mutex, cond, &raw const (*ibv).async_events_completed, reported);
         let len = cq.shared.len.load(Ordering::Relaxed) as usize;
-        cq.locked(|head| cq.ring.stop(head));
+        cq.locked(|| cq.ring.stop());
         process.segment.free_kept(cq.place, Ring::bytes(len));
         let own = cq.own;
         drop(Box::from_raw(ibv.cast::<Cq>()));
