@@ -217,9 +217,7 @@ impl Cq {
         if self.stalled.load(Ordering::Relaxed) != 0 {
             self.push_on();
         }
-        if matches!(self.ring.next(self.ring.consumed()), Next::Empty)
-            && matches!(self.own.next(self.own.consumed()), Next::Empty)
-        {
+        if self.rings_empty() {
             return self.nothing();
         }
         let (mut got, mut failed) = (0, None);
@@ -260,10 +258,17 @@ impl Cq {
         got as c_int
     }
 
+    #[inline(always)]
+    fn rings_empty(&self) -> bool {
+        matches!(self.ring.next(self.ring.consumed()), Next::Empty)
+            && matches!(self.own.next(self.own.consumed()), Next::Empty)
+    }
+
     /// Whether a poll has something to do.
     #[inline(always)]
     pub(crate) fn is_ready(&self) -> bool {
-        !matches!(self.ring.next(self.head.load(Ordering::Relaxed)), Next::Empty)
+        !matches!(self.ring.next(self.ring.consumed()), Next::Empty)
+            || !matches!(self.own.next(self.own.consumed()), Next::Empty)
             || self.stalled.load(Ordering::Relaxed) != 0
             || self.shared.overflowed.load(Ordering::Relaxed) != 0
     }
