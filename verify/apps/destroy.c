@@ -57,15 +57,11 @@ static void destroy_with(const char *what, int events, const int *steps)
 int main(int argc, char **argv)
 {
     struct ibv_cq *cq;
+    pthread_t thread;
 
     loop_open(&loop, argc, argv);
 
-    /* One ordinary blocking wait, after which the channel may be served. */
-    loop_arm(loop.cq, 0);
-    pthread_t thread = loop_send_later(&loop, 1, 5);
-    must(!loop_get(loop.channel, NULL));
-    loop_join(thread);
-    loop_drain(&loop, 1);
+    loop_first_waits(&loop);
 
     errno = 0;
     printf("channel with a CQ: %s", loop_error(ibv_destroy_comp_channel(loop.channel)));

@@ -6,7 +6,6 @@
 
 static void child_reads(struct loop *loop, int armed_before, int pause)
 {
-    pthread_t thread;
     int status;
     pid_t child;
 
@@ -22,7 +21,7 @@ static void child_reads(struct loop *loop, int armed_before, int pause)
     }
     if (!armed_before)
         loop_arm(loop->cq, 0);
-    thread = loop_send_later(loop, 1, pause);
+    pthread_t thread = loop_send_later(loop, 1, pause);
     must(waitpid(child, &status, 0) == child);
     printf("armed %s the fork: the child read %s\n", armed_before ? "before" : "after",
            status ? "nothing" : "a record");
@@ -35,14 +34,9 @@ static void child_reads(struct loop *loop, int armed_before, int pause)
 int main(int argc, char **argv)
 {
     struct loop loop;
-    pthread_t thread;
 
     loop_open(&loop, argc, argv);
-    loop_arm(loop.cq, 0);
-    thread = loop_send_later(&loop, 1, 5);
-    must(!loop_get(loop.channel, NULL));
-    loop_join(thread);
-    loop_drain(&loop, 1);
+    loop_first_waits(&loop);
     for (int pause = 0; pause <= 20; pause += 20) {
         child_reads(&loop, 1, pause);
         child_reads(&loop, 0, pause);

@@ -74,12 +74,7 @@ int main(int argc, char **argv)
 
     loop_open(&loop, argc, argv);
     set_up(&uring);
-    /* A visible wait first, after which the channel may be served. */
-    loop_arm(loop.cq, 0);
-    thread = loop_send_later(&loop, 1, 5);
-    must(!loop_get(loop.channel, NULL));
-    loop_join(thread);
-    loop_drain(&loop, 1);
+    loop_first_waits(&loop);
 
     for (int i = 0; i < 3; i++) {
         loop_arm(loop.cq, 0);

@@ -264,6 +264,21 @@ void loop_drain(struct loop *loop, unsigned n)
             sched_yield();
 }
 
+void loop_first_waits(struct loop *loop)
+{
+    pthread_t thread;
+
+    loop_arm(loop->cq, 0);
+    thread = loop_send_later(loop, 1, 5);
+    must(!loop_get(loop->channel, NULL));
+    loop_join(thread);
+    loop_drain(loop, 1);
+    loop_arm(loop->cq, 0);
+    loop_send(loop, 1);
+    must(!loop_get(loop->channel, NULL));
+    loop_drain(loop, 1);
+}
+
 void loop_say_event(struct loop *loop, const char *when)
 {
     int flags = fcntl(loop->channel->fd, F_GETFL);

@@ -79,6 +79,12 @@ int loop_poll(struct loop *loop, struct pair *pair);
 /* Polls until n completions were seen in all. */
 void loop_drain(struct loop *loop, unsigned n);
 
+/*
+ * Two ordinary waits, after which a channel may be served: one that really waits, and one whose
+ * completion is there already.
+ */
+void loop_first_waits(struct loop *loop);
+
 /* Says whether an event is there, without waiting for one: O_NONBLOCK for one get. */
 void loop_say_event(struct loop *loop, const char *when);
 

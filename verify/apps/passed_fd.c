@@ -65,11 +65,7 @@ int main(int argc, char **argv)
     }
     close(sockets[1]);
     loop_open(&loop, argc, argv);
-    loop_arm(loop.cq, 0);
-    thread = loop_send_later(&loop, 1, 5);
-    must(!loop_get(loop.channel, NULL));
-    loop_join(thread);
-    loop_drain(&loop, 1);
+    loop_first_waits(&loop);
 
     transfer(sockets[0], &loop.channel->fd, 1);
     for (int pause = 0; pause <= 20; pause += 10) {

@@ -8,14 +8,9 @@ int main(int argc, char **argv)
     struct pair second;
     struct ibv_qp_attr attr = {.qp_state = IBV_QPS_RESET};
     struct ibv_wc wc;
-    pthread_t thread;
 
     loop_open(&loop, argc, argv);
-    loop_arm(loop.cq, 0);
-    thread = loop_send_later(&loop, 1, 5);
-    must(!loop_get(loop.channel, NULL));
-    loop_join(thread);
-    loop_drain(&loop, 1);
+    loop_first_waits(&loop);
 
     for (int i = 0; i < 3; i++) {
         pair_open(&loop, &second, loop.cq);

@@ -13,12 +13,7 @@ int main(int argc, char **argv)
     int set;
 
     loop_open(&loop, argc, argv);
-    /* A visible wait first, after which the channel may be served. */
-    loop_arm(loop.cq, 0);
-    thread = loop_send_later(&loop, 1, 5);
-    must(!loop_get(loop.channel, NULL));
-    loop_join(thread);
-    loop_drain(&loop, 1);
+    loop_first_waits(&loop);
 
     must((set = syscall(SYS_epoll_create1, EPOLL_CLOEXEC)) >= 0);
     must(!syscall(SYS_epoll_ctl, set, EPOLL_CTL_ADD, loop.channel->fd, &event));

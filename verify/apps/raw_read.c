@@ -12,11 +12,7 @@ int main(int argc, char **argv)
     long got;
 
     loop_open(&loop, argc, argv);
-    loop_arm(loop.cq, 0);
-    thread = loop_send_later(&loop, 1, 5);
-    must(!loop_get(loop.channel, NULL));
-    loop_join(thread);
-    loop_drain(&loop, 1);
+    loop_first_waits(&loop);
     for (int pause = 0; pause <= 20; pause += 10)
         for (int bare = 0; bare < 2; bare++) {
             loop_arm(loop.cq, 0);

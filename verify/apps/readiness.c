@@ -69,19 +69,14 @@ static const struct way {
             {"epoll", by_epoll},
             {"edge-triggered epoll", by_edge}};
 
-/* First a blocking wait, after which a channel may be served; then readiness; then blocking again. */
+/* Blocking waits, after which a channel may be served; then readiness; then blocking again. */
 static void try_way(struct loop *loop, const struct way *way)
 {
     pthread_t thread;
 
     edges = -1;
     for (int round = 0; round < 3; round++) {
-        loop_arm(loop->cq, 0);
-        thread = loop_send_later(loop, 1, 5);
-        must(!loop_get(loop->channel, NULL));
-        loop_join(thread);
-        loop_drain(loop, 1);
-
+        loop_first_waits(loop);
         loop_arm(loop->cq, 0);
         printf("%s, nothing there: %s\n", way->name,
                way->wait(loop->channel->fd, 0) ? "ready" : "not ready");

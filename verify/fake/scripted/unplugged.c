@@ -25,6 +25,10 @@ int main(int argc, char **argv)
     must(!script_get(channel, NULL));
     must(!pthread_join(thread, NULL));
     must(ibv_poll_cq(cq, 1, &wc) == 1);
+    must(!ibv_req_notify_cq(cq, 0));
+    must(!fake_complete(cq, 1, 0, IBV_WC_SUCCESS));
+    must(!script_get(channel, NULL));
+    must(ibv_poll_cq(cq, 1, &wc) == 1);
 
     must(!ibv_req_notify_cq(cq, 0));
     must(!pthread_create(&thread, NULL, unplugs, channel));
