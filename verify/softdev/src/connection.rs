@@ -10,7 +10,7 @@ use crate::layout::{fault, CqShared, QpShared, RecvEntry};
 use crate::peer::{Mapped, Peer};
 use crate::process::Process;
 use crate::qp::Qp;
-use crate::ring::{fence_after_locked, Ring};
+use crate::ring::{fence_after_locked, Cursor, Ring};
 use rdma_sys::ibv_qp_state::{IBV_QPS_RTR, IBV_QPS_SQE};
 use std::ptr::{self, NonNull};
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
@@ -25,8 +25,8 @@ pub(crate) struct Connection {
     pub(crate) remote: &'static QpShared,
     pub(crate) cq: &'static CqShared,
     pub(crate) ring: Ring,
-    /// This connection's idea of the peer ring's tail.
-    pub(crate) tail: u64,
+    /// This connection's idea of the peer's ring.
+    pub(crate) cursor: Cursor,
     doorbell: &'static AtomicU32,
     /// Index of the peer's QP.
     index: u32,
@@ -82,7 +82,7 @@ impl Connection {
             remote,
             cq,
             ring,
-            tail: ring.start(),
+            cursor: ring.cursor(),
             doorbell,
             index: dest & 0xfff,
             generation: life >> 8,

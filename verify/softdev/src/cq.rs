@@ -222,7 +222,9 @@ impl Cq {
         }
         let (mut got, mut failed) = (0, None);
         let consumer = self.consumer.lock();
-        for ring in [&self.ring, &self.own] {
+        // Own ones first: a send that failed is seen before the receives that were flushed for it, and
+        // a request before its answer.
+        for ring in [&self.own, &self.ring] {
             let mut position = ring.consumed();
             while got < want {
                 match ring.next(position) {

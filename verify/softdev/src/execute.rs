@@ -349,8 +349,7 @@ fn publish(
     payload: Payload,
     status: u32,
 ) -> Step {
-    // The tail is on the connection, and a claim borrows nothing of it.
-    let claim = match conn.ring.claim(&mut conn.tail, process.segment.id) {
+    let claim = match conn.ring.claim(&mut conn.cursor, process.segment.id) {
         Ok(claim) => claim,
         Err(Full) => {
             conn.accuse(fault::OVERFLOW);

@@ -171,10 +171,10 @@ pub(crate) struct CqShared {
     pub(crate) unwritten: AtomicU32,
     /// Index of the CQ in its process: names its doorbell.
     pub(crate) index: AtomicU32,
-    /// Where the last user of this memory stopped to consume; the next one goes on there.
-    pub(crate) stopped_at: AtomicU64,
     /// A place that the tail has passed: where a producer that knows nothing starts to look.
     pub(crate) tail: Line<AtomicU64>,
+    /// Entries ever consumed. Written by the owner; a producer looks when its copy says "full".
+    pub(crate) consumed: Line<AtomicU64>,
 }
 
 /// Armed for the next completion.
@@ -238,7 +238,7 @@ pub(crate) struct MrShared {
 const _: () = {
     assert!(size_of::<Cqe>() == 64);
     assert!(size_of::<MrShared>() == 64);
-    assert!(size_of::<CqShared>() == 128);
+    assert!(size_of::<CqShared>() == 192);
     assert!(size_of::<QpShared>() == 320);
     assert!(size_of::<RecvEntry>() == 32);
     // A segment head and a few queues fit well into the megabyte that 64 processes have each.

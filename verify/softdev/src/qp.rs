@@ -120,7 +120,7 @@ impl Qp {
         let seen = remote.touching.0.load(Ordering::SeqCst);
         loop {
             let touching = seen != 0 && remote.touching.0.load(Ordering::SeqCst) == seen;
-            let claimed = !self.receives() && cq.locked(|head| cq.ring.claimed_by(head, peer.id));
+            let claimed = !self.receives() && cq.locked(|| cq.ring.claimed_by(peer.id));
             if !touching && !claimed {
                 return;
             }
@@ -130,7 +130,7 @@ impl Qp {
             } else {
                 std::thread::yield_now();
                 if turns.is_multiple_of(64) && peer.is_dead() {
-                    cq.locked(|head| cq.ring.void_claims_of(head, peer.id));
+                    cq.locked(|| cq.ring.void_claims_of(peer.id));
                     return;
                 }
                 if turns.is_multiple_of(64) && began.elapsed() > PATIENCE {
@@ -169,8 +169,8 @@ impl Qp {
         // Held, so that nothing is posted between counting and flushing.
         let rq = self.rq.lock();
         let cq = self.recv_cq();
-        let left = cq.locked(|head| {
-            let delivered = cq.unpolled_receives(head, self.index);
+        let left = cq.locked(|| {
+            let delivered = cq.unpolled_receives(self.index);
             rq.posted.wrapping_sub(self.taken.load(Ordering::Relaxed)).wrapping_sub(delivered)
         });
         for _ in 0..left {

@@ -3,19 +3,19 @@
 //!
 //! Peers push receive completions, the owner pushes those of receives that are flushed, and consumes
 //! under the CQ's lock. (Send completions have a ring of the same kind in the owner's own memory.) Nobody ever waits for anybody here. A position is a count that never wraps; its slot
-//! is `position % len`, its turn `position / len`. Two words say where a slot stands. The entry's:
+//! is `position % len`, its turn `position / len`. Who writes what:
 //!
-//! | word | meaning | who leaves it, how |
-//! |---|---|---|
-//! | FREE(turn) | nothing there (yet) | the claimant, to READY or VOID; if it died, the owner, to VOID |
-//! | READY(turn) | a completion | the consumer, to FREE(turn + 1) |
-//! | VOID(turn) | nothing to see | the consumer, to FREE(turn + 1) |
+//! - A producer claims a position by compare-exchange on its *claim* (turn and segment), if it is
+//!   less than a ring ahead of what was consumed.
+//! - It then writes the *entry* and, last, the entry's word: READY(turn), or VOID(turn) for an entry
+//!   that is to be skipped. If it died in between, the owner writes VOID.
+//! - The consumer takes entries in order and publishes how many it has *consumed*.
 //!
-//! and the claim, `turn + 1` and the claimant's segment, which a producer enters by
-//! compare-exchange over that of an earlier turn. The claim has a line apart from the entry's,
-//! because the consumer spins on the entry: a claim there would let it pull the line away just
-//! before the payload is written, and a message would move the line twice. As it is, claims stay
-//! in the cache of the only producer, and a message moves one line once.
+//! These are three lines, because of what a message costs. The consumer spins on the entry: were
+//! the claim there, it would pull the line away just before the payload is written. Were the entry
+//! freed by a mark in it, the consumer would have to wait for its line on the way to the answer.
+//! As it is, claims stay in the cache of the only producer, the count in that of the consumer, and
+//! a message moves one line once.
 //!
 //! The shared tail is a hint. Positions are claimed without holes because a producer starts at a
 //! position that is known to be at most the tail and goes on by one only past a slot that it has
@@ -33,7 +33,7 @@ use std::alloc::{alloc_zeroed, dealloc, Layout};
 use std::ptr::NonNull;
 use std::sync::atomic::{fence, AtomicU64, Ordering};
 
-const FREE: u64 = 0;
+// 0, the word of zeroed memory, is none of them in any turn.
 const READY: u64 = 1;
 const VOID: u64 = 2;
 
@@ -71,6 +71,13 @@ pub(crate) struct Ring {
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct Full;
 
+/// A producer's own idea of a ring, kept from claim to claim. Both are at most what is true.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Cursor {
+    pub(crate) tail: u64,
+    pub(crate) consumed: u64,
+}
+
 /// An entry that this process claimed and must publish or void.
 pub(crate) struct Claim {
     pub(crate) entry: &'static Cqe,
@@ -98,7 +105,7 @@ impl Slot {
     /// Claimed in this turn by `segment`, and not yet published.
     fn is_being_written_by(&self, segment: u32) -> bool {
         self.claim.load(Ordering::SeqCst) == claim_word(self.turn, segment)
-            && self.entry.word.load(Ordering::SeqCst) == word(self.turn, FREE)
+            && !matches!(self.entry.word.load(Ordering::SeqCst), now if now == word(self.turn, READY) || now == word(self.turn, VOID))
     }
 }
 
@@ -173,65 +180,77 @@ impl Ring {
         }
     }
 
-    /// All slots, from that of the consumer's position `head` on.
-    fn slots(&self, head: u64) -> impl Iterator<Item = (u64, Slot)> + '_ {
+    /// All slots, from the consumer's on.
+    fn slots(&self) -> impl Iterator<Item = (u64, Slot)> + '_ {
+        let head = self.consumed();
         (head..head + self.entries.len() as u64).map(|position| (position, self.slot(position)))
     }
 
-    /// A position at which a producer may begin to look for the tail.
-    pub(crate) fn start(&self) -> u64 {
+    /// Where a producer that knows nothing begins.
+    pub(crate) fn cursor(&self) -> Cursor {
+        Cursor { tail: self.start(), consumed: self.consumed() }
+    }
+
+    fn start(&self) -> u64 {
         self.head.tail.0.load(Ordering::Acquire)
     }
 
-    /// Claims the entry at the tail for `segment`. `hint` is the producer's own idea of the tail:
-    /// from [`Ring::start`], then kept from claim to claim.
+    /// Claims the entry at the tail for `segment`.
     #[inline]
-    pub(crate) fn claim(&self, hint: &mut u64, segment: u32) -> Result<Claim, Full> {
+    pub(crate) fn claim(&self, cursor: &mut Cursor, segment: u32) -> Result<Claim, Full> {
         let mut walked = 0_u32;
         loop {
-            let Slot { entry, claim, turn } = self.slot(*hint);
+            let Slot { entry, claim, turn } = self.slot(cursor.tail);
             let before = claim.load(Ordering::Acquire);
             if (turn_of(before).wrapping_sub(turn) as i32) <= 0 {
-                // Not claimed in this turn. Acquire: the consumer has copied the payload out.
-                if entry.word.load(Ordering::Acquire) != word(turn, FREE) {
-                    // Still the completion of the turn before, one whole ring ago; or the claim was
-                    // entered and published since it was looked at.
-                    if claim.load(Ordering::Acquire) == before {
+                // Not claimed in this turn: it is the tail.
+                let len = self.entries.len() as u64;
+                if cursor.tail.wrapping_sub(cursor.consumed) >= len {
+                    // Acquire: the consumer has copied the payload out.
+                    cursor.consumed = self.consumed();
+                    if cursor.tail.saturating_sub(cursor.consumed) >= len {
                         return Err(Full);
                     }
-                    continue;
                 }
                 let mine = claim_word(turn, segment);
                 if claim.compare_exchange(before, mine, Ordering::SeqCst, Ordering::Relaxed).is_err() {
                     continue;
                 }
                 fence_after_locked();
-                *hint += 1;
+                cursor.tail += 1;
                 // Written rarely, so that its line does not bounce; often enough that a newcomer
                 // walks a few entries only.
-                if walked > 4 || *hint & 7 == 0 {
-                    self.head.tail.0.fetch_max(*hint, Ordering::AcqRel);
+                if walked > 4 || cursor.tail & 7 == 0 {
+                    self.head.tail.0.fetch_max(cursor.tail, Ordering::AcqRel);
                 }
                 return Ok(Claim { entry, turn });
             }
             walked += 1;
-            *hint = (*hint + 1).max(if walked == 1 { self.start() } else { 0 });
+            cursor.tail = (cursor.tail + 1).max(if walked == 1 { self.start() } else { 0 });
         }
     }
 
-    /// Where a new user of the ring's memory begins to consume.
-    pub(crate) fn restart(&self) -> u64 {
-        self.head.stopped_at.load(Ordering::Acquire)
+    /// Entries ever consumed: the position of the next one.
+    #[inline(always)]
+    pub(crate) fn consumed(&self) -> u64 {
+        self.head.consumed.0.load(Ordering::Acquire)
     }
 
-    /// The consumer, at `head`, leaves the ring for good: gives everything back but an entry that
-    /// is claimed just now, and what follows it.
-    pub(crate) fn stop(&self, mut head: u64) {
-        while !matches!(self.next(head), Next::Empty) {
-            self.release(head);
-            head += 1;
+    /// The consumer has consumed all entries before `position`: producers may use them again.
+    #[inline(always)]
+    pub(crate) fn release(&self, position: u64) {
+        // Release: the payloads were copied out before.
+        self.head.consumed.0.store(position, Ordering::Release);
+    }
+
+    /// The consumer leaves the ring for good: gives everything back but an entry that is claimed
+    /// just now, and what follows it. Whoever uses the memory next goes on there.
+    pub(crate) fn stop(&self) {
+        let mut position = self.consumed();
+        while !matches!(self.next(position), Next::Empty) {
+            position += 1;
         }
-        self.head.stopped_at.store(head, Ordering::Release);
+        self.release(position);
     }
 
     /// What stands at `position`; the consumer's own count.
@@ -249,18 +268,10 @@ impl Ring {
         }
     }
 
-    /// Gives the entry at `position` back to the producers.
-    #[inline(always)]
-    pub(crate) fn release(&self, position: u64) {
-        let Slot { entry, turn, .. } = self.slot(position);
-        // Release: the payload was copied out before.
-        entry.word.store(word(turn.wrapping_add(1), FREE), Ordering::Release);
-    }
-
-    /// The completions from `head` (the consumer's position) on, with their positions, until the
-    /// first slot that is not claimed.
-    pub(crate) fn published(&self, head: u64) -> impl Iterator<Item = (u64, &'static Cqe)> + '_ {
-        self.slots(head)
+    /// The completions that were not consumed, with their positions, until the first slot that is not
+    /// claimed. Under the consumer's lock.
+    pub(crate) fn published(&self) -> impl Iterator<Item = (u64, &'static Cqe)> + '_ {
+        self.slots()
             .take_while(|(_, slot)| turn_of(slot.claim.load(Ordering::Acquire)) == slot.turn.wrapping_add(1))
             .filter(|(_, slot)| slot.entry.word.load(Ordering::Acquire) == word(slot.turn, READY))
             .map(|(position, slot)| (position, slot.entry))
@@ -272,14 +283,14 @@ impl Ring {
         entry.word.store(word(turn, VOID), Ordering::Release);
     }
 
-    /// Whether `segment` is just writing an entry from `head` on.
-    pub(crate) fn claimed_by(&self, head: u64, segment: u32) -> bool {
-        self.slots(head).any(|(_, slot)| slot.is_being_written_by(segment))
+    /// Whether `segment` is just writing an entry.
+    pub(crate) fn claimed_by(&self, segment: u32) -> bool {
+        self.slots().any(|(_, slot)| slot.is_being_written_by(segment))
     }
 
     /// Voids what `segment`, which is dead, was writing. Returns how many entries.
-    pub(crate) fn void_claims_of(&self, head: u64, segment: u32) -> usize {
-        self.slots(head)
+    pub(crate) fn void_claims_of(&self, segment: u32) -> usize {
+        self.slots()
             .filter(|(_, slot)| slot.is_being_written_by(segment))
             .map(|(position, _)| self.void(position))
             .count()
@@ -321,26 +332,22 @@ mod tests {
             .expect("power of two")
     }
 
-    fn push(ring: &Ring, hint: &mut u64, segment: u32, value: u32) -> Result<(), Full> {
+    fn push(ring: &Ring, hint: &mut Cursor, segment: u32, value: u32) -> Result<(), Full> {
         let claim = ring.claim(hint, segment)?;
         claim.entry.len.store(value, Ordering::Relaxed);
         claim.publish();
         Ok(())
     }
 
-    fn pop(ring: &Ring, head: &mut u64) -> Option<u32> {
+    fn pop(ring: &Ring) -> Option<u32> {
         loop {
-            match ring.next(*head) {
+            match ring.next(ring.consumed()) {
                 Next::Ready(entry) => {
                     let value = entry.len.load(Ordering::Relaxed);
-                    ring.release(*head);
-                    *head += 1;
+                    ring.release(ring.consumed() + 1);
                     return Some(value);
                 }
-                Next::Void => {
-                    ring.release(*head);
-                    *head += 1;
-                }
+                Next::Void => ring.release(ring.consumed() + 1),
                 Next::Empty => return None,
             }
         }
@@ -349,57 +356,57 @@ mod tests {
     #[test]
     fn completions_come_out_in_order_over_many_turns() {
         let ring = ring(4);
-        let (mut hint, mut head) = (0, 0);
+        let mut hint = ring.cursor();
         for round in 0..100 {
             for i in 0..3 {
                 assert_eq!(push(&ring, &mut hint, 1, round * 3 + i), Ok(()));
             }
             for i in 0..3 {
-                assert_eq!(pop(&ring, &mut head), Some(round * 3 + i));
+                assert_eq!(pop(&ring), Some(round * 3 + i));
             }
-            assert_eq!(pop(&ring, &mut head), None);
+            assert_eq!(pop(&ring), None);
         }
     }
 
     #[test]
     fn a_full_ring_refuses_and_loses_nothing() {
         let ring = ring(2);
-        let (mut hint, mut head) = (0, 0);
+        let mut hint = ring.cursor();
         assert_eq!(push(&ring, &mut hint, 1, 10), Ok(()));
         assert_eq!(push(&ring, &mut hint, 1, 11), Ok(()));
         assert_eq!(push(&ring, &mut hint, 1, 12), Err(Full));
-        assert_eq!(pop(&ring, &mut head), Some(10));
+        assert_eq!(pop(&ring), Some(10));
         assert_eq!(push(&ring, &mut hint, 1, 12), Ok(()));
-        assert_eq!(pop(&ring, &mut head), Some(11));
-        assert_eq!(pop(&ring, &mut head), Some(12));
+        assert_eq!(pop(&ring), Some(11));
+        assert_eq!(pop(&ring), Some(12));
     }
 
     #[test]
     fn a_producer_with_an_old_hint_finds_the_tail() {
         let ring = ring(8);
-        let (mut old, mut hint, mut head) = (0, 0, 0);
+        let (mut old, mut hint) = (ring.cursor(), ring.cursor());
         for value in 0..50 {
             assert_eq!(push(&ring, &mut hint, 1, value), Ok(()));
-            assert_eq!(pop(&ring, &mut head), Some(value));
+            assert_eq!(pop(&ring), Some(value));
         }
         assert_eq!(push(&ring, &mut old, 2, 50), Ok(()));
-        assert_eq!(old, 51);
-        assert_eq!(pop(&ring, &mut head), Some(50));
+        assert_eq!(old.tail, 51);
+        assert_eq!(pop(&ring), Some(50));
     }
 
     #[test]
     fn the_claim_of_a_dead_producer_is_voided_and_passed() {
         let ring = ring(4);
-        let (mut hint, mut head) = (0, 0);
+        let mut hint = ring.cursor();
         let _lost = ring.claim(&mut hint, 7).expect("room");
         assert_eq!(push(&ring, &mut hint, 1, 5), Ok(()));
-        assert_eq!(pop(&ring, &mut head), None);
-        assert!(ring.claimed_by(head, 7));
-        assert_eq!(ring.void_claims_of(head, 7), 1);
-        assert_eq!(pop(&ring, &mut head), Some(5));
-        assert_eq!(pop(&ring, &mut head), None);
+        assert_eq!(pop(&ring), None);
+        assert!(ring.claimed_by(7));
+        assert_eq!(ring.void_claims_of(7), 1);
+        assert_eq!(pop(&ring), Some(5));
+        assert_eq!(pop(&ring), None);
         assert_eq!(push(&ring, &mut hint, 1, 6), Ok(()));
-        assert_eq!(pop(&ring, &mut head), Some(6));
+        assert_eq!(pop(&ring), Some(6));
     }
 
     #[test]
@@ -410,7 +417,7 @@ mod tests {
         std::thread::scope(|scope| {
             for producer in 0..4_u32 {
                 scope.spawn(move || {
-                    let mut hint = ring.start();
+                    let mut hint = ring.cursor();
                     for i in 0..EACH {
                         while push(&ring, &mut hint, producer + 1, producer << 24 | i).is_err() {
                             full.fetch_add(1, Ordering::Relaxed);
@@ -419,9 +426,9 @@ mod tests {
                     }
                 });
             }
-            let (mut head, mut want, mut got) = (0, [0_u32; 4], 0);
+            let (mut want, mut got) = ([0_u32; 4], 0);
             while got < 4 * EACH {
-                let Some(value) = pop(&ring, &mut head) else {
+                let Some(value) = pop(&ring) else {
                     std::thread::yield_now();
                     continue;
                 };
@@ -430,7 +437,7 @@ mod tests {
                 want[from] += 1;
                 got += 1;
             }
-            assert_eq!(pop(&ring, &mut head), None);
+            assert_eq!(pop(&ring), None);
         });
     }
 }
