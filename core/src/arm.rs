@@ -14,8 +14,9 @@
 //! Beside the state stands how many kernel events may follow that nobody waits for: an event that
 //! was made for an arm in hardware leaves that arm's own behind (state "answered"), and so does a
 //! request that is repeated before its event was read. *May* follow, because arming hardware that is
-//! armed already leaves one event where two were counted. `LIVE` is never in doubt: the hardware was
-//! armed after the request was counted, so an event that is not due then belongs to an older arm.
+//! armed already leaves one event where two were counted. Whoever reads an event that answers
+//! nothing takes `LIVE` away: hardware with arm sequence numbers (mlx5) may have taken the newer arm
+//! for the older one.
 //!
 //! `SOL` marks a request for solicited completions only. Those go to the hardware at once, because a
 //! work completion does not say whether it was solicited, and their channel is not served.
@@ -169,11 +170,9 @@ impl Arm {
             let left = if self.has(LIVE) { left } else { left.saturating_sub(1) };
             return (Arm::make(0, left, 0), Verdict::Deliver);
         }
-        if left > 0 {
-            return (Arm::make(self.state(), left - 1, self.count()), Verdict::Swallow);
-        }
-        // The hardware fired for something that the request had already counted.
-        (Arm::make(self.state() & !LIVE, 0, self.count()), Verdict::Swallow)
+        // An older arm's, or for something that the request had already counted. Some hardware takes
+        // an arm for the older one's as long as that one's event was not read: armed anew, if ever.
+        (Arm::make(self.state() & !LIVE, left.saturating_sub(1), self.count()), Verdict::Swallow)
     }
 
     /// A kernel event was read that answers an earlier request.
@@ -235,9 +234,9 @@ mod tests {
         let noted_over = noted(1).armed().answered().request(false, 2, false).arm;
         assert!(noted_over.noted() && noted_over.leftover());
         assert_eq!(noted_over.record(2, true), (noted(2), Verdict::Swallow));
-        let (live, verdict) = noted_over.armed().record(2, false);
-        assert_eq!((live, verdict), (noted(2).armed(), Verdict::Swallow));
-        assert_eq!(live.record(2, false), (Arm::NONE, Verdict::Deliver));
+        let (again, verdict) = noted_over.armed().record(2, false);
+        assert_eq!((again, verdict), (noted(2), Verdict::Swallow));
+        assert_eq!(again.armed().record(2, false), (Arm::NONE, Verdict::Deliver));
     }
 
     #[test]

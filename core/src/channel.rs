@@ -262,6 +262,7 @@ impl Channel {
     /// Takes a CQ out: afterwards no look touches its ring.
     pub fn remove(&self, cq: &Cq) {
         self.locked(|inner| {
+            self.count_read(inner);
             inner.cqs.retain(|other| !ptr::eq(*other, cq));
             inner.next = 0;
         });
@@ -286,6 +287,22 @@ impl Channel {
         COUNTERS.shared_channel.add(1);
         self.not_before.store(clock::now() + clock::ticks(SHARED_NS), Ordering::Relaxed);
         self.to_kernel();
+    }
+
+    /// Finds out whether a bare read(2) took kernel events of the private CQ: what was forced, is not
+    /// there, and was not read here. The application had its event, and acknowledges it.
+    fn count_read(&self, inner: &mut Inner) {
+        while inner.kicks_out > 0 && !self.asleep() {
+            match self.drain_kernel(inner) {
+                Some(cq) => cq.give_back(),
+                None => break,
+            }
+        }
+        let Some(private) = inner.kick.as_ref().map(|kick| kick.cq()) else { return };
+        for _ in 0..std::mem::take(&mut inner.kicks_out) {
+            self.acknowledge(inner, private);
+            inner.cqs.iter().any(|cq| cq.take_owed());
+        }
     }
 
     /// Starts to serve the channel, if that can be done now. `make_kick` makes the private CQ where
@@ -330,7 +347,8 @@ impl Channel {
             return;
         }
         // Kernel events that nobody waits for would make the descriptor readable for nothing.
-        while inner.may_follow() {
+        // A thread that sleeps in the real call reads them itself.
+        while inner.may_follow() && !self.asleep() {
             match self.drain_kernel(inner) {
                 Some(cq) => cq.give_back(),
                 None => break,
@@ -447,7 +465,10 @@ impl Channel {
     /// Takes the private CQ away, so that the channel can be destroyed; the caller drops it.
     pub fn take_kick(&self) -> Option<Box<dyn Kick>> {
         self.to_kernel();
-        self.locked(|inner| inner.kick.take())
+        self.locked(|inner| {
+            self.count_read(inner);
+            inner.kick.take()
+        })
     }
 
     /// In a forked child: the CQ whose event the kernel event of the private CQ `real` brings. The

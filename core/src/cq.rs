@@ -355,9 +355,14 @@ impl Cq {
             }
             let (arm, verdict) = self.arm().record(self.seen(), hint);
             self.set_arm(arm);
-            if verdict == Verdict::Swallow && !hint && arm.noted() && inner.ring(self.real(), false) == 0 {
-                // In kernel mode nobody looks: the hardware must stay armed.
-                self.set_arm(arm.armed());
+            if verdict == Verdict::Swallow && !hint && arm.noted() {
+                // In kernel mode nobody looks: the hardware must stay armed, and what came before
+                // it was is given for the event that was read.
+                self.ring_noted(inner);
+                if self.arm().due(self.seen()) {
+                    self.set_arm(self.arm().answered());
+                    return Verdict::Deliver;
+                }
             }
             verdict
         })
@@ -431,6 +436,12 @@ impl Cq {
     /// completions, as the provider does with its own.
     pub fn purging<R>(&self, qp_num: u32, f: impl FnOnce() -> (R, bool)) -> R {
         self.locked(|inner| {
+            // Natively the event of a completion that is dropped was given before.
+            self.drain(inner);
+            if self.arm().due(self.seen()) && self.arm().noted() {
+                self.owe(1);
+                self.set_arm(self.arm().answered());
+            }
             let (result, done) = f();
             if done {
                 inner.stash.purge(qp_num);

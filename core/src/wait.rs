@@ -53,15 +53,22 @@ pub enum Wait {
 }
 
 impl Channel {
-    /// Waits for an event.
+    /// Waits for an event. Signals are put off meanwhile; where one was, what the wait came to is
+    /// put back and [`Wait::Attention`] returned, because its handler may never come back.
     #[inline]
     pub fn wait(&'static self, me: &Waiter, policy: Policy) -> Wait {
-        me.wake();
-        match self.mode() {
-            Mode::Served => self.wait_served(me, policy),
-            Mode::Kernel => self.wait_kernel(me, policy),
-            Mode::Gone => Wait::Gone,
+        let wait = me.undisturbed(|| {
+            me.wake();
+            match self.mode() {
+                Mode::Served => self.wait_served(me, policy),
+                Mode::Kernel => self.wait_kernel(me, policy),
+                Mode::Gone => Wait::Gone,
+            }
+        });
+        if me.wanted() {
+            return me.undisturbed(|| undo(me, wait));
         }
+        wait
     }
 
     /// In kernel mode the kernel's way is taken, unless the thread really has to wait, or has come
@@ -99,13 +106,8 @@ impl Channel {
             return self.locked(|inner| self.sleep(inner, me, 0));
         };
         let wait = if self.take_poll() {
-            let wait = me.poll(|| {
-                // SAFETY: `take_poll` took the lock.
-                self.poll_loop(unsafe { self.inner() }, me, policy)
-            });
-            // A signal that was put off must happen before the thread returns or sleeps, and its
-            // handler may never come back: what was taken is put back first.
-            let wait = if me.wanted() { self.undo(me, wait) } else { wait };
+            // SAFETY: `take_poll` took the lock.
+            let wait = self.poll_loop(unsafe { self.inner() }, me, policy);
             self.polled.store(false, Ordering::Relaxed);
             self.lock.unlock();
             wait
@@ -115,19 +117,6 @@ impl Channel {
         };
         seat.leave();
         wait
-    }
-
-    #[cold]
-    fn undo(&self, me: &Waiter, wait: Wait) -> Wait {
-        match wait {
-            Wait::Event(real) => {
-                if let Some(cq) = CQS.get(real) {
-                    cq.give_back();
-                }
-            }
-            _ => me.wake(),
-        }
-        Wait::Attention
     }
 
     /// Takes the lock to poll; false where another thread waits on this channel already.
@@ -281,6 +270,17 @@ impl Channel {
             Some(event)
         })
     }
+}
+
+#[cold]
+fn undo(me: &Waiter, wait: Wait) -> Wait {
+    me.wake();
+    if let Wait::Event(real) = wait {
+        if let Some(cq) = CQS.get(real) {
+            cq.give_back();
+        }
+    }
+    Wait::Attention
 }
 
 /// Looks at every CQ once, beginning after the one that had the last event.

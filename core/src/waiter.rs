@@ -21,7 +21,7 @@ static CANCELS: AtomicU32 = AtomicU32::new(0);
 
 /// A thread that waits.
 pub struct Waiter {
-    /// Whether the thread is inside the polling loop, where no application code may run.
+    /// Whether the thread is where no application code may run: in the polling loop, above all.
     polling: AtomicBool,
     attention: AtomicU32,
     cancels_seen: Cell<u32>,
@@ -46,9 +46,10 @@ impl Waiter {
         }
     }
 
-    /// Runs `f` as the polling loop: signals that arrive meanwhile are put off.
-    #[inline]
-    pub(crate) fn poll<R>(&self, f: impl FnOnce() -> R) -> R {
+    /// Runs `f`, which holds locks and therefore must not be left half way: signals that arrive
+    /// meanwhile are put off.
+    #[inline(always)]
+    pub fn undisturbed<R>(&self, f: impl FnOnce() -> R) -> R {
         self.polling.store(true, Ordering::Relaxed);
         // The handler runs on this very thread: the compiler must keep the order, no more.
         compiler_fence(Ordering::SeqCst);
@@ -76,7 +77,7 @@ impl Waiter {
 
     /// Whether the loop must be left.
     #[inline(always)]
-    pub(crate) fn wanted(&self) -> bool {
+    pub fn wanted(&self) -> bool {
         self.attention.load(Ordering::Relaxed) != 0
             || self.cancels_seen.get() != CANCELS.load(Ordering::Relaxed)
     }

@@ -77,12 +77,13 @@ unsafe fn account_of(channel: *mut ibv_comp_channel) -> Option<&'static Channel>
 unsafe extern "C" fn destroy_comp_channel(channel: *mut ibv_comp_channel) -> c_int {
     let hook = &ibv_destroy_comp_channel::HOOK;
     let account = if hook.wanted() { CHANNELS.get(channel) } else { None };
+    let errno = thread::errno();
     if let Some(account) = account {
         // The private CQ reports to the channel, too; the application does not know of it. With
         // CQs of the application's own the call fails, and the private one is made anew when needed.
         drop(account.take_kick());
     }
-    // SAFETY: the application's channel, live until the call below.
+    thread::set_errno(errno);
     let fd = account.map_or(-1, |account| account.fd());
     let rc = call_real!(hook.real, fn(*mut ibv_comp_channel) -> c_int, (channel), libc::ENOSYS);
     if let (0, Some(account)) = (rc, account) {
@@ -344,13 +345,17 @@ fn wait_on(
                 thread::set_errno(errno);
                 return Some(event);
             }
-            Wait::Serve => account.serve(kick::make),
+            Wait::Serve => me.waiter.undisturbed(|| account.serve(kick::make)),
             Wait::Block => {
                 let rc = real();
                 let failed = thread::errno();
                 // SAFETY: filled by a successful call.
                 let got = (rc == 0).then(|| unsafe { *cq });
-                let event = account.awake(&me.waiter, got);
+                let event = me.waiter.undisturbed(|| account.awake(&me.waiter, got));
+                if me.waiter.take_attention() {
+                    // It came after the kernel's event, as natively it may.
+                    signals::deliver(me);
+                }
                 if rc != 0 {
                     thread::set_errno(failed);
                     return None;
