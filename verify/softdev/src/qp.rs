@@ -167,7 +167,12 @@ impl Qp {
         self.wait_until_untouched();
         sq.flush(self, process);
         // Held, so that nothing is posted between counting and flushing.
-        let rq = self.rq.lock();
+        self.flush_receives(process, &self.rq.lock());
+    }
+
+    /// Completes the receives that are posted and that no message took as flushed. The state is ERR,
+    /// and the peer was waited for since it is.
+    pub(crate) fn flush_receives(&self, process: &Process, rq: &ReceiveQueue) {
         let cq = self.recv_cq();
         let left = cq.locked(|| {
             let delivered = cq.unpolled_receives(self.index);
@@ -179,7 +184,7 @@ impl Qp {
     }
 
     /// Completes the next receive as flushed.
-    pub(crate) fn flush_receive(&self, process: &Process) {
+    fn flush_receive(&self, process: &Process) {
         self.recv_cq().push_flushed(process.segment.id, |entry| {
             entry.qp.store(self.index, Ordering::Relaxed);
             entry.len.store(0, Ordering::Relaxed);

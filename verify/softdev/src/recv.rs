@@ -177,11 +177,10 @@ pub(crate) unsafe extern "C" fn post_recv(
         fence_after_locked();
         wake_sender(process, qp);
         if qp.state() == IBV_QPS_ERR {
-            // Failed before or while this was posted; whoever failed it waits for the lock that is
-            // held here, or has counted already.
-            for _ in 0..rq.posted.wrapping_sub(before) {
-                qp.flush_receive(process);
-            }
+            // Failed before this was posted, or just now, when a last message may have taken it
+            // already: what is left is counted like by whoever fails the QP.
+            qp.wait_until_untouched();
+            qp.flush_receives(process, &rq);
         }
     }
     rc
