@@ -347,8 +347,9 @@ impl Channel {
             return;
         }
         // Kernel events that nobody waits for would make the descriptor readable for nothing.
-        // A thread that sleeps in the real call reads them itself.
-        while inner.may_follow() && !self.asleep() {
+        // Where a thread sleeps in the real call it reads them itself.
+        let asleep = self.asleep();
+        while inner.may_follow() && !asleep {
             match self.drain_kernel(inner) {
                 Some(cq) => cq.give_back(),
                 None => break,
@@ -357,6 +358,10 @@ impl Channel {
         // Before the CQs are settled, each under its lock: see `arms_hardware`.
         self.set_mode(Mode::Kernel);
         COUNTERS.to_kernel.add(1);
+        if asleep {
+            // Everything was given to the hardware before it slept, and has been since.
+            return;
+        }
         let mut owed: u32 = inner.cqs.iter().map(|cq| cq.settle()).sum();
         if let Some(kick) = &mut inner.kick {
             while owed > 0 && kick.kick() {

@@ -18,7 +18,7 @@
 //! wants the lock takes the word, takes the bias away, has every thread of the process pass a full
 //! barrier (membarrier(2)), and waits until `inside` is clear. So either the owner sees that the
 //! bias is gone, or the other one sees that it is inside. The word is what locks; it is held by
-//! whoever takes the bias away or gives it, and `inside` is clear whenever the word's holder runs.
+//! whoever takes the bias away or gives it, and nobody is inside by the bias while its holder runs.
 //! Without membarrier nothing is ever biased.
 
 use std::sync::atomic::{compiler_fence, AtomicBool, AtomicU32, AtomicUsize, Ordering};
@@ -80,7 +80,9 @@ fn this_thread() -> usize {
 #[derive(Debug)]
 pub struct Lock {
     word: AtomicU32,
-    /// The bias's owner is inside.
+    /// The word's holder is inside.
+    by_word: AtomicBool,
+    /// The bias's owner is inside, or is about to find that it has lost the bias.
     inside: AtomicBool,
     /// The thread that may enter without the word; 0 for none. Changed by the word's holder.
     bias: AtomicUsize,
@@ -101,6 +103,7 @@ impl Lock {
     pub const fn new() -> Self {
         Lock {
             word: AtomicU32::new(FREE),
+            by_word: AtomicBool::new(false),
             inside: AtomicBool::new(false),
             bias: AtomicUsize::new(0),
             last: AtomicUsize::new(0),
@@ -192,9 +195,10 @@ impl Lock {
         }
     }
 
-    /// Counts that `thread` took the word, which it holds, and gives it the bias in time.
+    /// `thread` is in by the word: counts that, and gives it the bias in time.
     #[inline]
     fn count(&self, thread: usize) {
+        self.by_word.store(true, Ordering::Relaxed);
         let run = if self.last.load(Ordering::Relaxed) == thread {
             self.run.load(Ordering::Relaxed) + 1
         } else {
@@ -214,22 +218,23 @@ impl Lock {
     /// Only its holder may call this.
     #[inline(always)]
     pub fn unlock(&self) {
-        // Held by the word, `inside` is clear; the owner of the bias does not hold the word. Plain
-        // stores: who waits looks again, so a lost WANTED mark loses nobody.
-        if self.inside.load(Ordering::Relaxed) {
-            self.inside.store(false, Ordering::Release);
-        } else {
+        // `by_word` is only ever set by a holder, so it tells how this one came in; `inside` does
+        // not. Plain stores: who waits looks again, so a lost WANTED mark loses nobody.
+        if self.by_word.load(Ordering::Relaxed) {
+            self.by_word.store(false, Ordering::Relaxed);
             self.word.store(FREE, Ordering::Release);
+        } else {
+            self.inside.store(false, Ordering::Release);
         }
     }
 
     /// Whether somebody waits for the lock that the caller holds.
     #[inline(always)]
     pub fn wanted(&self) -> bool {
-        if self.inside.load(Ordering::Relaxed) {
-            self.bias.load(Ordering::Relaxed) == 0
-        } else {
+        if self.by_word.load(Ordering::Relaxed) {
             self.word.load(Ordering::Relaxed) == WANTED
+        } else {
+            self.bias.load(Ordering::Relaxed) == 0
         }
     }
 

@@ -12,6 +12,7 @@ use std::ptr;
 
 use fastwake::channel::Kick;
 use fastwake::cq::{PollCq, ReqNotifyCq};
+use fastwake::lock::yield_core;
 use rdma_sys::{
     ibv_comp_channel, ibv_context, ibv_cq, ibv_pd, ibv_qp, ibv_qp_attr, ibv_qp_attr_mask, ibv_qp_init_attr,
     ibv_qp_state, ibv_qp_type, ibv_send_flags, ibv_send_wr, ibv_wc, ibv_wr_opcode,
@@ -30,6 +31,9 @@ static DESTROY_QP: Real = Real::verbs(c"ibv_destroy_qp");
 
 /// Work requests that may be outstanding; each is taken back when its event is read.
 const DEPTH: u32 = 16;
+
+/// Times that a full send queue is tried again.
+const PATIENCE: u32 = 1000;
 
 type PostSend = unsafe extern "C" fn(*mut ibv_qp, *mut ibv_send_wr, *mut *mut ibv_send_wr) -> c_int;
 
@@ -131,14 +135,23 @@ impl Private {
 
 impl Kick for Private {
     fn kick(&mut self) -> bool {
-        // SAFETY: our own live objects; the work request has no data and lives through the call.
-        unsafe {
-            let mut wr: ibv_send_wr = MaybeUninit::zeroed().assume_init();
-            wr.opcode = ibv_wr_opcode::IBV_WR_SEND;
-            wr.send_flags = ibv_send_flags::IBV_SEND_SIGNALED.0;
-            let mut bad = ptr::null_mut();
-            (self.req_notify)(self.cq, 0) == 0 && (self.post_send)(self.qp, &mut wr, &mut bad) == 0
+        // The CQ must not overflow, nor the send queue fill up, however many events are unread: what
+        // completed is taken back first, and what has not yet is waited for.
+        for _ in 0..PATIENCE {
+            self.settle();
+            // SAFETY: our own live objects; the work request has no data and lives through the call.
+            unsafe {
+                let mut wr: ibv_send_wr = MaybeUninit::zeroed().assume_init();
+                wr.opcode = ibv_wr_opcode::IBV_WR_SEND;
+                wr.send_flags = ibv_send_flags::IBV_SEND_SIGNALED.0;
+                let mut bad = ptr::null_mut();
+                if (self.req_notify)(self.cq, 0) == 0 && (self.post_send)(self.qp, &mut wr, &mut bad) == 0 {
+                    return true;
+                }
+            }
+            yield_core();
         }
+        false
     }
 
     fn settle(&mut self) {

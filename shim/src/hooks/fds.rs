@@ -47,15 +47,20 @@ pub(super) fn forget(fd: c_int) {
     }
 }
 
-/// The caller is about to wait on `fd`: if it is a channel's, its requests go to the kernel.
-fn give_to_kernel(fd: c_int) {
+/// Runs `f` for the channel whose descriptor `fd` is, if it is one's.
+fn each_of(fd: c_int, f: impl Fn(&Channel)) {
     if bit(fd).is_some_and(|(word, bit)| word.load(Ordering::Relaxed) & bit != 0) {
         Channel::each(|channel| {
             if channel.fd() == fd {
-                channel.waited_elsewhere();
+                f(channel);
             }
         });
     }
+}
+
+/// The caller is about to wait on `fd`: if it is a channel's, its requests go to the kernel.
+fn give_to_kernel(fd: c_int) {
+    each_of(fd, Channel::waited_elsewhere);
 }
 
 fn any_channel() -> bool {
@@ -168,7 +173,8 @@ unsafe extern "C" fn pselect_fds(
 unsafe extern "C" fn control_epoll(epoll: c_int, operation: c_int, fd: c_int, event: *mut c_void) -> c_int {
     let hook = &epoll_ctl::HOOK;
     if hook.wanted() && operation != libc::EPOLL_CTL_DEL && any_channel() {
-        give_to_kernel(fd);
+        // It may be waited on there at any time from now on.
+        each_of(fd, Channel::never_serve);
     }
     call_real!(hook.real, fn(c_int, c_int, c_int, *mut c_void) -> c_int, (epoll, operation, fd, event), -1)
 }

@@ -53,7 +53,7 @@ const PROGRAMS: &[(&str, &[Except])] = &[
     ("solicited", &[NoEvent(None, SOLICITED)]),
     ("threads", &[]),
     ("two_cqs", &[]),
-    ("two_getters", &[]),
+    ("two_getters", &[NoEvent(None, "a channel on which two threads wait stays with the kernel")]),
     ("scripted/compat", &[NoEvent(None, "it only looks which functions answer")]),
     ("scripted/no_kick", &[NoEvent(None, "a channel whose waiters could be stranded is never served")]),
     ("scripted/races", &[]),
@@ -65,7 +65,7 @@ const PROGRAMS: &[(&str, &[Except])] = &[
 
 const OFF: Shim = Some(&[("FW_MODE", "off")]);
 const AUTO: Shim = Some(&[]);
-const ALWAYS: Shim = Some(&[("FW_SERVE", "always")]);
+const ALWAYS: Shim = Some(&[("FW_SERVE", "always"), ("FW_IDLE", "busy")]);
 const NEVER: Shim = Some(&[("FW_SERVE", "never")]);
 const FLIPS: Shim = Some(&[("FW_SERVE", "always"), ("FW_FLIP_US", "300")]);
 
