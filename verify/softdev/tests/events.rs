@@ -297,9 +297,9 @@ fn ping(links: &mut Links, other: usize, first: bool) {
     }
     let rounds = u64::from(effort(5_000, 500_000));
     let send = |i: u64| {
-        let len = if i % 3 == 0 { 3000 } else { 8 };
+        let len = if i.is_multiple_of(3) { 3000 } else { 8 };
         Send::new(1000, IBV_WR_SEND, &[sge(mr, 4096, len)])
-            .flags(if i % 4 == 0 { SIGNALED } else { 0 })
+            .flags(if i.is_multiple_of(4) { SIGNALED } else { 0 })
             .post(qp);
     };
     let (mut sent, mut received) = (0, 0);
@@ -410,8 +410,8 @@ fn a_cq_that_overflows_fails_with_its_qps() {
                 }
                 links.meet(1);
                 // SAFETY: a live context.
-                let mut look =
-                    libc::pollfd { fd: unsafe { (*dev.ctx).async_fd }, events: libc::POLLIN, revents: 0 };
+                let fd = unsafe { (*dev.ctx).async_fd };
+                let mut look = libc::pollfd { fd, events: libc::POLLIN, revents: 0 };
                 // SAFETY: one pollfd.
                 assert_eq!(unsafe { libc::poll(&mut look, 1, 60_000) }, 1, "async_fd becomes readable");
                 assert_eq!(async_event(&dev), (ibv_event_type::IBV_EVENT_CQ_ERR as u32, recv_cq as usize));

@@ -347,7 +347,7 @@ pub(crate) fn poll(cq: *mut ibv_cq) -> Option<Wc> {
                 opcode: wc.opcode,
                 len: wc.byte_len,
                 imm: (wc.wc_flags & ibv_wc_flags::IBV_WC_WITH_IMM.0 != 0)
-                    .then(|| wc.imm_data_invalidated_rkey_union.imm_data),
+                    .then_some(wc.imm_data_invalidated_rkey_union.imm_data),
                 qp_num: wc.qp_num,
             }),
             rc => panic!("ibv_poll_cq: {rc}"),
