@@ -86,8 +86,8 @@ pub(crate) struct Inner {
     /// Where the next sweep begins.
     pub(crate) next: usize,
     kick: Option<Box<dyn Kick>>,
-    /// Kernel events forced and not read yet.
-    pub(crate) kicks_out: u32,
+    /// A kernel event was forced and is not read yet.
+    pub(crate) kicked: bool,
     /// Waits in kernel mode, one after the other, that found their event there, and how many of
     /// these make the channel worth serving: a program that polls the descriptor in a way that we
     /// cannot see looks the same, and is found out by the watchdog.
@@ -108,7 +108,7 @@ impl Default for Inner {
             cqs: Vec::new(),
             next: 0,
             kick: None,
-            kicks_out: 0,
+            kicked: false,
             ready_waits: 0,
             ready_patience: READY_PATIENCE,
             expectation: Expectation::default(),
@@ -123,7 +123,7 @@ impl Default for Inner {
 impl Inner {
     /// Whether kernel events may follow that nobody waits for.
     pub(crate) fn may_follow(&self) -> bool {
-        self.kicks_out > 0 || self.cqs.iter().any(|cq| cq.state().leftover())
+        self.kicked || self.cqs.iter().any(|cq| cq.state().leftover())
     }
 }
 
@@ -140,6 +140,8 @@ pub struct Channel {
     never: AtomicBool,
     /// Not served before this time: several threads wait on it.
     not_before: AtomicU64,
+    /// A kernel event was forced and may still be unread: the watchdog looks after it.
+    forced: AtomicBool,
     /// Waits begun, so that the watchdog can tell a busy channel from a deserted one.
     pub(crate) waits: Counter,
     /// `waits` when the watchdog last found requests that nobody watched.
@@ -163,6 +165,7 @@ impl Default for Channel {
             sleeping: AtomicI32::new(0),
             never: AtomicBool::new(false),
             not_before: AtomicU64::new(0),
+            forced: AtomicBool::new(false),
             waits: Counter::new(),
             deserted_at: AtomicU64::new(u64::MAX),
             real: AtomicPtr::new(ptr::null_mut()),
@@ -184,6 +187,7 @@ impl Channel {
             channel.real.store(real, Ordering::Relaxed);
             channel.never.store(false, Ordering::Relaxed);
             channel.not_before.store(0, Ordering::Relaxed);
+            channel.forced.store(false, Ordering::Relaxed);
             channel.deserted_at.store(u64::MAX, Ordering::Relaxed);
             channel.set_mode(Mode::Kernel);
         });
@@ -262,7 +266,7 @@ impl Channel {
     /// Takes a CQ out: afterwards no look touches its ring.
     pub fn remove(&self, cq: &Cq) {
         self.locked(|inner| {
-            self.count_read(inner);
+            while self.kick_missed(inner) {}
             inner.cqs.retain(|other| !ptr::eq(*other, cq));
             inner.next = 0;
         });
@@ -289,20 +293,27 @@ impl Channel {
         self.to_kernel();
     }
 
-    /// Finds out whether a bare read(2) took kernel events of the private CQ: what was forced, is not
-    /// there, and was not read here. The application had its event, and acknowledges it.
-    fn count_read(&self, inner: &mut Inner) {
-        while inner.kicks_out > 0 && !self.asleep() {
-            match self.drain_kernel(inner) {
-                Some(cq) => cq.give_back(),
-                None => break,
-            }
+    /// The forced kernel event was read; returns the CQ whose event it brought, if one still waited.
+    fn kick_read(&self, inner: &mut Inner) -> Option<&'static Cq> {
+        inner.kicked = false;
+        self.forced.store(false, Ordering::Relaxed);
+        let kick = inner.kick.as_mut()?;
+        kick.settle();
+        let private = kick.cq();
+        self.acknowledge(inner, private);
+        inner.cqs.iter().find(|cq| cq.take_owed()).copied()
+    }
+
+    /// Finds out whether a bare read(2) took the forced kernel event: it is not there, and was not
+    /// read here. The application had its event, and acknowledges it.
+    fn kick_missed(&self, inner: &mut Inner) -> bool {
+        // A thread counted asleep may have read it and not come to say so.
+        let missed = inner.kicked && !self.asleep() && !is_readable(self.fd());
+        if missed {
+            self.kick_read(inner);
+            self.kick_next(inner);
         }
-        let Some(private) = inner.kick.as_ref().map(|kick| kick.cq()) else { return };
-        for _ in 0..std::mem::take(&mut inner.kicks_out) {
-            self.acknowledge(inner, private);
-            inner.cqs.iter().any(|cq| cq.take_owed());
-        }
+        missed
     }
 
     /// Starts to serve the channel, if that can be done now. `make_kick` makes the private CQ where
@@ -362,15 +373,21 @@ impl Channel {
             // Everything was given to the hardware before it slept, and has been since.
             return;
         }
-        let mut owed: u32 = inner.cqs.iter().map(|cq| cq.settle()).sum();
-        if let Some(kick) = &mut inner.kick {
-            while owed > 0 && kick.kick() {
-                owed -= 1;
-                inner.kicks_out += 1;
-                COUNTERS.kicks.add(1);
-            }
-        }
-        if owed > 0 {
+        inner.cqs.iter().for_each(|cq| cq.settle());
+        self.kick_next(inner);
+    }
+
+    /// Forces a kernel event if one is needed and none is unread. One at a time: hardware with arm
+    /// sequence numbers takes no second arm of a CQ before the event of the first was read.
+    fn kick_next(&self, inner: &mut Inner) {
+        let needed = !inner.kicked && inner.cqs.iter().any(|cq| cq.kicked() > 0);
+        let Some(kick) = inner.kick.as_mut().filter(|_| needed) else { return };
+        inner.kicked = kick.kick();
+        self.forced.store(inner.kicked, Ordering::Relaxed);
+        if inner.kicked {
+            COUNTERS.kicks.add(1);
+            watchdog::noted();
+        } else {
             log::error!("a kernel event could not be forced; a completion channel may miss a wake-up");
         }
     }
@@ -379,16 +396,9 @@ impl Channel {
     /// application's.
     pub(crate) fn record(&self, inner: &mut Inner, real: *mut ibv_cq) -> Record {
         if inner.kick.as_ref().is_some_and(|kick| kick.cq() == real) {
-            inner.kicks_out = inner.kicks_out.saturating_sub(1);
-            self.acknowledge(inner, real);
-            if let Some(kick) = &mut inner.kick {
-                kick.settle();
-            }
-            return inner
-                .cqs
-                .iter()
-                .find(|cq| cq.take_owed())
-                .map_or(Record::Swallowed, |cq| Record::Forced(cq));
+            let brought = self.kick_read(inner);
+            self.kick_next(inner);
+            return brought.map_or(Record::Swallowed, Record::Forced);
         }
         let verdict = match CQS.get(real) {
             Some(cq) => cq.record(self.is_served()),
@@ -436,6 +446,15 @@ impl Channel {
 
     /// One look of the watchdog; `act` where it looked once before, a moment ago.
     pub(crate) fn watch(&self, act: bool) -> Watch {
+        if self.forced.load(Ordering::Relaxed) {
+            // A bare read may have taken it, with more to come.
+            if self.lock.try_lock() {
+                // SAFETY: the lock is held.
+                self.kick_missed(unsafe { self.inner() });
+                self.lock.unlock();
+            }
+            return Watch::Busy;
+        }
         if self.mode() != Mode::Served || self.asleep() {
             return Watch::Quiet;
         }
@@ -471,7 +490,8 @@ impl Channel {
     pub fn take_kick(&self) -> Option<Box<dyn Kick>> {
         self.to_kernel();
         self.locked(|inner| {
-            self.count_read(inner);
+            while self.kick_missed(inner) {}
+            inner.kicked = false;
             inner.kick.take()
         })
     }
@@ -490,6 +510,7 @@ impl Channel {
         CHANNELS.remove(self.real());
         self.locked(|inner| {
             self.set_mode(Mode::Gone);
+            self.forced.store(false, Ordering::Relaxed);
             self.real.store(ptr::null_mut(), Ordering::Relaxed);
             *inner = Inner::default();
         });
@@ -526,13 +547,15 @@ pub(crate) enum Watch {
     Deserted,
 }
 
-/// Whether a read of `fd` would find something.
-pub(crate) fn is_readable(fd: i32) -> bool {
+/// What poll(2) says of `fd` at once. Past every hook: this is our own question.
+pub(crate) fn poll_fd(fd: c_int) -> i16 {
     let mut poll = libc::pollfd { fd, events: libc::POLLIN, revents: 0 };
-    // Past every hook: this is our own question. (fcntl above is harmless: its hook only watches
-    // F_SETFL.)
-    // SAFETY: one pollfd; a null time-out would wait, a zero one does not.
     let zero = libc::timespec { tv_sec: 0, tv_nsec: 0 };
-    // SAFETY: as above; no signal mask.
-    unsafe { libc::syscall(libc::SYS_ppoll, &mut poll, 1, &zero, ptr::null::<u64>(), 8) > 0 }
+    // SAFETY: one pollfd, a time-out of nothing, no signal mask.
+    unsafe { libc::syscall(libc::SYS_ppoll, &mut poll, 1, &zero, ptr::null::<u64>(), 8) };
+    poll.revents
+}
+
+fn is_readable(fd: c_int) -> bool {
+    poll_fd(fd) & libc::POLLIN != 0
 }

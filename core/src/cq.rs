@@ -52,7 +52,7 @@ struct Inner {
     /// Completions kept at most. Twice the CQ's size: a program that arms before it polls leaves a
     /// full CQ's worth here, and the ring may hold as many again.
     room: usize,
-    /// Of the events that are owed, those for which a kernel event was forced.
+    /// Of the events that are owed, those that a forced kernel event brings.
     kicked: u32,
     /// Events handed out that the kernel does not know of; `ibv_destroy_cq` must not wait for them.
     made: u64,
@@ -325,8 +325,8 @@ impl Cq {
     }
 
     /// Leaves served mode: what is noted goes to the hardware, and events that the kernel will not
-    /// report are owed. Returns for how many of these the caller must force a kernel event.
-    pub(crate) fn settle(&self) -> u32 {
+    /// report are owed; the caller forces one for each.
+    pub(crate) fn settle(&self) {
         self.locked(|inner| {
             if self.arm().noted() {
                 self.ring_noted(inner);
@@ -337,8 +337,13 @@ impl Cq {
                     self.set_arm(self.arm().answered());
                 }
             }
-            self.owed() - std::mem::replace(&mut inner.kicked, self.owed())
-        })
+            inner.kicked = self.owed();
+        });
+    }
+
+    /// Events that are owed and wait for a kernel event to be forced, or read.
+    pub(crate) fn kicked(&self) -> u32 {
+        self.locked(|inner| inner.kicked)
     }
 
     /// A kernel event of this CQ was read; decides whether the application gets it. `hint` is true

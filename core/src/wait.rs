@@ -9,7 +9,7 @@ use std::sync::atomic::Ordering;
 
 use rdma_sys::ibv_cq;
 
-use crate::channel::{is_readable, Channel, Inner, Mode, Record, CQS};
+use crate::channel::{poll_fd, Channel, Inner, Mode, Record, CQS};
 use crate::clock;
 use crate::counters::COUNTERS;
 use crate::cq::{Cq, Look};
@@ -83,9 +83,9 @@ impl Channel {
             if self.mode() != Mode::Kernel {
                 return Wait::Again;
             }
-            let ready = inner.kicks_out > 0 || inner.cqs.iter().any(|cq| cq.kernel_event_ready());
+            let ready = inner.kicked || inner.cqs.iter().any(|cq| cq.kernel_event_ready());
             let promising = match policy.serve {
-                Serve::Always => inner.kicks_out == 0,
+                Serve::Always => !inner.kicked,
                 _ => !ready || inner.ready_waits >= inner.ready_patience,
             };
             inner.ready_waits = if ready { inner.ready_waits.saturating_add(1) } else { 0 };
@@ -144,6 +144,7 @@ impl Channel {
         let mut since = 0;
         let mut budget = inner.expectation.budget(policy.idle);
         let mut sweeps = 0u32;
+        let mut blocking = false;
         loop {
             if self.mode() != Mode::Served {
                 return Wait::Again;
@@ -178,11 +179,12 @@ impl Channel {
                         wait => return wait,
                     }
                 }
-                if let Some(wait) = self.hint(inner, now) {
+                if let Some(wait) = self.hint(inner, me, now) {
                     return wait;
                 }
                 if me.neighbours.overdue(now) {
-                    if is_nonblocking(self.fd()) {
+                    // Asked once: set later, it does not end a wait that has begun.
+                    if !std::mem::replace(&mut blocking, true) && is_nonblocking(self.fd()) {
                         self.to_kernel_locked(inner);
                         return Wait::Again;
                     }
@@ -231,23 +233,27 @@ impl Channel {
     }
 
     /// Looks at the descriptor when that is due: what the kernel says of arms that were answered
-    /// already must not pile up. Nothing hangs on it, so the gap grows while nothing comes.
+    /// already must not pile up, and only the kernel tells that the device is gone. The gap grows
+    /// while nothing comes.
     #[inline]
-    fn hint(&self, inner: &mut Inner, now: u64) -> Option<Wait> {
+    fn hint(&'static self, inner: &mut Inner, me: &Waiter, now: u64) -> Option<Wait> {
         if now < inner.hint_at {
             return None;
         }
-        let (mut found, mut wait) = (true, None);
-        if inner.may_follow() {
-            found = is_readable(self.fd());
-            wait = self.drain_kernel(inner).map(|cq| Wait::Event(cq.real()));
-        }
-        inner.hint_gap = if found { HINT_NS } else { (inner.hint_gap * 2).clamp(HINT_NS, HINT_MAX_NS) };
+        let found = poll_fd(self.fd());
+        inner.hint_gap = if found == 0 { (inner.hint_gap * 2).clamp(HINT_NS, HINT_MAX_NS) } else { HINT_NS };
         inner.hint_at = now + clock::ticks(inner.hint_gap);
-        if wait.is_some() {
+        if found & libc::POLLIN != 0 {
+            let cq = self.drain_kernel(inner)?;
             COUNTERS.slept.add(1);
+            return Some(Wait::Event(cq.real()));
         }
-        wait
+        if found != 0 {
+            // The real call says what it is.
+            me.fall_asleep(self);
+            return Some(Wait::Block);
+        }
+        None
     }
 
     /// The caller's real `ibv_get_cq_event` returned; `got` is the CQ whose event it read, if it
