@@ -8,3 +8,4 @@ mod invisible;
 mod preload;
 mod stage;
 mod stock;
+mod torture;

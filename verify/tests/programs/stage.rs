@@ -188,6 +188,12 @@ impl<'a> Run<'a> {
 }
 
 impl Running {
+    /// Sends `signal` to the program and what it started.
+    pub(crate) fn signal(&self, signal: i32) {
+        // SAFETY: the group is that of the child, which has not been waited for.
+        unsafe { libc::kill(-(self.child.id() as i32), signal) };
+    }
+
     /// Waits for its end, or for the limit.
     pub(crate) fn wait(mut self) -> Ran {
         let status = loop {

@@ -15,12 +15,12 @@ const SERVED: Shim = Some(&[]);
 
 /// A TCP port that is free now. Programs take it by number, so another one may come first; the pair
 /// fails then and is run again.
-fn free_port() -> u16 {
+pub(crate) fn free_port() -> u16 {
     TcpListener::bind("127.0.0.1:0").and_then(|listener| listener.local_addr()).expect("a free port").port()
 }
 
 /// Waits until a port is listened on, by looking: a server of a test takes one connection only.
-fn await_listener(port: u16) -> bool {
+pub(crate) fn await_listener(port: u16) -> bool {
     let needle = format!(":{port:04X} ");
     let deadline = Instant::now() + Duration::from_secs(10);
     while Instant::now() < deadline {
