@@ -135,8 +135,8 @@ pub struct Channel {
     pub(crate) polled: AtomicBool,
     /// Threads in the real `ibv_get_cq_event`.
     sleeping: AtomicI32,
-    /// Never served: a CQ on it is out of our reach, solicited events are asked for, or the private
-    /// pair could not be made.
+    /// Never served: a CQ on it is out of our reach, solicited events are asked for, it is in an epoll
+    /// set, or the private CQ could not be made.
     never: AtomicBool,
     /// Not served before this time: several threads wait on it.
     not_before: AtomicU64,
@@ -144,7 +144,7 @@ pub struct Channel {
     forced: AtomicBool,
     /// Waits begun, so that the watchdog can tell a busy channel from a deserted one.
     pub(crate) waits: Counter,
-    /// `waits` when the watchdog last found requests that nobody watched.
+    /// `waits` at the watchdog's last look.
     deserted_at: AtomicU64,
     real: AtomicPtr<ibv_comp_channel>,
     inner: UnsafeCell<Inner>,
@@ -325,7 +325,7 @@ impl Channel {
                 return;
             }
             if started && inner.kick.is_none() {
-                inner.kick = make_kick(self.real());
+                inner.kick = without_cancellation(|| make_kick(self.real()));
             }
             // SAFETY: not destroyed, or the mode would say so.
             let reporting = unsafe { (*self.real()).refcnt };
@@ -370,7 +370,10 @@ impl Channel {
         self.set_mode(Mode::Kernel);
         COUNTERS.to_kernel.add(1);
         if asleep {
-            // Everything was given to the hardware before it slept, and has been since.
+            // What was noted was given to the hardware before it slept, or is now; it reads the rest.
+            inner.cqs.iter().for_each(|cq| {
+                cq.arm_hardware();
+            });
             return;
         }
         inner.cqs.iter().for_each(|cq| cq.settle());
@@ -418,8 +421,9 @@ impl Channel {
         while is_readable(self.fd()) {
             let (get, _) = inner.below?;
             let (mut real, mut context) = (ptr::null_mut(), ptr::null_mut());
+            // A thread cancelled in here would leave the lock behind.
             // SAFETY: the channel is live while its account is, and the lock keeps it.
-            if unsafe { get(self.real(), &mut real, &mut context) } != 0 {
+            if without_cancellation(|| unsafe { get(self.real(), &mut real, &mut context) }) != 0 {
                 return None;
             }
             match self.record(inner, real) {
@@ -442,6 +446,34 @@ impl Channel {
             // SAFETY: an event of this CQ was read, so the CQ cannot go before it is acknowledged.
             unsafe { ack(real, 1) };
         }
+    }
+
+    /// Whether the watchdog must stay awake for this channel.
+    pub(crate) fn needs_watching(&self) -> bool {
+        if self.forced.load(Ordering::Relaxed) {
+            return true;
+        }
+        if self.mode() != Mode::Served || self.asleep() {
+            return false;
+        }
+        if self.polled.load(Ordering::Relaxed) || !self.lock.try_lock() {
+            return true;
+        }
+        // SAFETY: the lock is held.
+        let unwatched = unsafe { self.inner() }.cqs.iter().any(|cq| cq.unwatched());
+        self.lock.unlock();
+        unwatched
+    }
+
+    /// Puts back an event that was taken and cannot be delivered now.
+    pub(crate) fn put_back(&self, cq: &Cq) {
+        self.locked(|inner| {
+            cq.give_back();
+            if self.mode() == Mode::Kernel && !self.asleep() {
+                cq.settle();
+                self.kick_next(inner);
+            }
+        });
     }
 
     /// One look of the watchdog; `act` where it looked once before, a moment ago.
@@ -492,8 +524,14 @@ impl Channel {
         self.locked(|inner| {
             while self.kick_missed(inner) {}
             inner.kicked = false;
+            self.forced.store(false, Ordering::Relaxed);
             inner.kick.take()
         })
+    }
+
+    /// CQs that report to the channel, the private one not counted.
+    pub fn reporting(&self) -> usize {
+        self.locked(|inner| inner.cqs.len())
     }
 
     /// In a forked child: the CQ whose event the kernel event of the private CQ `real` brings. The
@@ -505,9 +543,9 @@ impl Channel {
         inner.cqs.iter().find(|cq| cq.has_owed()).map(|cq| cq.real())
     }
 
-    /// Ends the account of a channel that is destroyed. A waiter finds it gone.
+    /// Ends the account of a channel that is destroyed, and that [`CHANNELS`] does not have any more.
+    /// A waiter finds it gone.
     pub fn forget(&'static self) {
-        CHANNELS.remove(self.real());
         self.locked(|inner| {
             self.set_mode(Mode::Gone);
             self.forced.store(false, Ordering::Relaxed);
@@ -547,7 +585,22 @@ pub(crate) enum Watch {
     Deserted,
 }
 
-/// What poll(2) says of `fd` at once. Past every hook: this is our own question.
+/// Runs `f`, whose system calls may be cancellation points, with cancellation put off.
+fn without_cancellation<R>(f: impl FnOnce() -> R) -> R {
+    extern "C" {
+        fn pthread_setcancelstate(state: c_int, old: *mut c_int) -> c_int;
+    }
+    const DISABLE: c_int = 1;
+    let mut old = 0;
+    // SAFETY: room for the old state.
+    unsafe { pthread_setcancelstate(DISABLE, &mut old) };
+    let result = f();
+    // SAFETY: as above.
+    unsafe { pthread_setcancelstate(old, &mut old) };
+    result
+}
+
+/// What poll(2) says of `fd` at once, past the hook of that name: this is our own question.
 pub(crate) fn poll_fd(fd: c_int) -> i16 {
     let mut poll = libc::pollfd { fd, events: libc::POLLIN, revents: 0 };
     let zero = libc::timespec { tv_sec: 0, tv_nsec: 0 };

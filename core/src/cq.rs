@@ -223,13 +223,13 @@ impl Cq {
                 return 0;
             }
             let request = self.arm().request(solicited, self.seen(), to_hardware);
-            self.owe(u32::from(request.owed));
             let rc = match request.ring {
                 Ring::No => 0,
                 Ring::Next => inner.ring(self.real(), false),
                 Ring::Solicited => inner.ring(self.real(), true),
             };
             if rc == 0 {
+                self.owe(u32::from(request.owed));
                 self.set_arm(request.arm);
             }
             if request.ring == Ring::No {
@@ -496,6 +496,7 @@ impl Cq {
             *inner = Inner::default();
             self.set_arm(Arm::NONE);
             self.owed.store(0, Ordering::Relaxed);
+            self.peek.store(ptr::null_mut(), Ordering::Relaxed);
             self.real.store(ptr::null_mut(), Ordering::Relaxed);
         });
         COUNTERS.noted.add(self.noted.take());

@@ -13,7 +13,7 @@ use crate::clock;
 use crate::settings::Idle;
 
 /// Nanoseconds of a kernel wake-up, until it is measured.
-const WAKE: u64 = 8_000;
+pub const WAKE: u64 = 8_000;
 /// Polling is bounded by this many wake-ups. Two peers that both sleep, on one core, see waits of
 /// three wake-ups: the bound must lie above that, or they would never find out that they could poll.
 const PATIENCE: u64 = 5;

@@ -74,11 +74,6 @@ impl SeatHint {
         self.seat.set(Some(seat));
         Some(Seat { seat })
     }
-
-    /// Asks for the CPU mask at the next wait: the thread knows that it changed.
-    pub fn forget(&self) {
-        self.left.set(0);
-    }
 }
 
 impl Default for SeatHint {

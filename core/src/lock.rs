@@ -16,7 +16,9 @@
 //! [`BIAS_AFTER`] times in a row by one thread the lock is therefore **biased** to it: that thread
 //! sets `inside` and looks whether it still has the bias, without a locked instruction. Who else
 //! wants the lock takes the word, takes the bias away, has every thread of the process pass a full
-//! barrier (membarrier(2)), and waits until `inside` is clear. So either the owner sees that the
+//! barrier (membarrier(2)), and waits until `inside` is clear. A lock is only ever biased to one
+//! thread, the first that earns it: a late `inside` of a former owner would wipe out that of the
+//! next. So either the owner sees that the
 //! bias is gone, or the other one sees that it is inside. The word is what locks; it is held by
 //! whoever takes the bias away or gives it, and nobody is inside by the bias while its holder runs.
 //! Without membarrier nothing is ever biased.
@@ -88,6 +90,8 @@ pub struct Lock {
     bias: AtomicUsize,
     /// Who took the word last, and how many times in a row; touched by its holder only.
     last: AtomicUsize,
+    /// The one thread that ever gets the bias; 0 until one earned it.
+    owner: AtomicUsize,
     run: AtomicU32,
     bias_after: AtomicU32,
 }
@@ -107,6 +111,7 @@ impl Lock {
             inside: AtomicBool::new(false),
             bias: AtomicUsize::new(0),
             last: AtomicUsize::new(0),
+            owner: AtomicUsize::new(0),
             run: AtomicU32::new(0),
             bias_after: AtomicU32::new(BIAS_AFTER),
         }
@@ -207,8 +212,12 @@ impl Lock {
         self.last.store(thread, Ordering::Relaxed);
         if run < self.bias_after.load(Ordering::Relaxed) {
             self.run.store(run, Ordering::Relaxed);
-        } else if has_barrier() {
+            return;
+        }
+        let owner = self.owner.load(Ordering::Relaxed);
+        if has_barrier() && (owner == 0 || owner == thread) {
             self.run.store(0, Ordering::Relaxed);
+            self.owner.store(thread, Ordering::Relaxed);
             self.bias.store(thread, Ordering::Relaxed);
         }
     }

@@ -127,8 +127,9 @@ impl Out {
             // A cut line is still a line: the error of a full buffer carries no more than that.
             let _ = write!(line, "{prefix}{level}{args}");
             line.end();
+            // Not write(), which is a cancellation point: the caller may hold locks.
             // SAFETY: the buffer holds `used` initialised bytes.
-            unsafe { libc::write(self.fd, line.bytes.as_ptr().cast(), line.used) };
+            unsafe { libc::syscall(libc::SYS_write, self.fd, line.bytes.as_ptr(), line.used) };
         }
         // SAFETY: as above.
         unsafe { *libc::__errno_location() = errno };

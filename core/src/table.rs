@@ -42,8 +42,9 @@ impl Slots {
         (index + 1) & (self.slots.len() - 1)
     }
 
-    /// Puts `key` in; the caller holds the table's lock and has made sure that a slot is free.
-    fn put(&self, key: usize, value: usize) {
+    /// Puts `key` in; the caller holds the table's lock and has made sure that a slot is free. True
+    /// where a slot was taken that was free before.
+    fn put(&self, key: usize, value: usize) -> bool {
         let mut index = self.first(key);
         let mut place = None;
         loop {
@@ -65,6 +66,7 @@ impl Slots {
         slot.value.store(value, Ordering::Relaxed);
         // Release: pairs with the Acquire in `get`, so that who sees the key sees its value.
         slot.key.store(key, Ordering::Release);
+        place.is_none()
     }
 }
 
@@ -121,9 +123,8 @@ impl<K, V: 'static> Table<K, V> {
         if full {
             current = self.grow(current, &mut used);
         }
-        // SAFETY: as above; the lock is held and a quarter of the slots at least is free.
-        unsafe { &*current }.put(key as usize, ptr::from_ref(value) as usize);
-        *used += 1;
+        // SAFETY: as above; the lock is held and half of the slots at least are free.
+        *used += usize::from(unsafe { &*current }.put(key as usize, ptr::from_ref(value) as usize));
     }
 
     /// Forgets `key`.

@@ -66,7 +66,7 @@ impl Channel {
             }
         });
         if me.wanted() {
-            return me.undisturbed(|| undo(me, wait));
+            return me.undisturbed(|| self.undo(me, wait));
         }
         wait
     }
@@ -103,11 +103,10 @@ impl Channel {
     fn wait_served(&'static self, me: &Waiter, policy: Policy) -> Wait {
         let Some(seat) = me.seat.take() else {
             COUNTERS.no_seat.add(1);
-            return self.locked(|inner| self.sleep(inner, me, 0));
+            return self.wait_seatless(me);
         };
         let wait = if self.take_poll() {
-            // SAFETY: `take_poll` took the lock.
-            let wait = self.poll_loop(unsafe { self.inner() }, me, policy);
+            let wait = self.poll_loop(me, policy);
             self.polled.store(false, Ordering::Relaxed);
             self.lock.unlock();
             wait
@@ -117,6 +116,37 @@ impl Channel {
         };
         seat.leave();
         wait
+    }
+
+    #[cold]
+    fn undo(&self, me: &Waiter, wait: Wait) -> Wait {
+        me.wake();
+        if let Wait::Event(real) = wait {
+            if let Some(cq) = CQS.get(real) {
+                self.put_back(cq);
+            }
+        }
+        Wait::Attention
+    }
+
+    /// Without a seat there is one look, and then sleep.
+    #[cold]
+    fn wait_seatless(&'static self, me: &Waiter) -> Wait {
+        if self.polled.load(Ordering::Relaxed) || self.asleep() {
+            self.shared_now();
+            return Wait::Again;
+        }
+        self.locked(|inner| match sweep(inner) {
+            Some(cq) if self.mode() == Mode::Served => {
+                self.inplace.bump();
+                Wait::Event(cq.real())
+            }
+            Some(cq) => {
+                cq.give_back();
+                Wait::Again
+            }
+            None => self.sleep(inner, me, 0),
+        })
     }
 
     /// Takes the lock to poll; false where another thread waits on this channel already.
@@ -137,18 +167,22 @@ impl Channel {
         true
     }
 
-    /// Polls until there is an event, or a reason to leave.
+    /// Polls until there is an event, or a reason to leave. The caller took the lock, and has it again
+    /// when this returns.
     #[inline]
-    fn poll_loop(&'static self, inner: &mut Inner, me: &Waiter, policy: Policy) -> Wait {
+    fn poll_loop(&'static self, me: &Waiter, policy: Policy) -> Wait {
         self.waits.bump();
         let mut since = 0;
-        let mut budget = inner.expectation.budget(policy.idle);
+        // SAFETY: the lock is held.
+        let mut budget = unsafe { self.inner() }.expectation.budget(policy.idle);
         let mut sweeps = 0u32;
         let mut blocking = false;
         loop {
             if self.mode() != Mode::Served {
                 return Wait::Again;
             }
+            // SAFETY: the lock is held, and this reference is not used after it is let go below.
+            let inner = unsafe { self.inner() };
             if let Some(cq) = sweep(inner) {
                 self.inplace.bump();
                 if since == 0 {
@@ -237,7 +271,7 @@ impl Channel {
     /// while nothing comes.
     #[inline]
     fn hint(&'static self, inner: &mut Inner, me: &Waiter, now: u64) -> Option<Wait> {
-        if now < inner.hint_at {
+        if now < inner.hint_at || self.asleep() {
             return None;
         }
         let found = poll_fd(self.fd());
@@ -276,17 +310,6 @@ impl Channel {
             Some(event)
         })
     }
-}
-
-#[cold]
-fn undo(me: &Waiter, wait: Wait) -> Wait {
-    me.wake();
-    if let Wait::Event(real) = wait {
-        if let Some(cq) = CQS.get(real) {
-            cq.give_back();
-        }
-    }
-    Wait::Attention
 }
 
 /// Looks at every CQ once, beginning after the one that had the last event.

@@ -71,7 +71,8 @@ impl Waiter {
 
     /// Whether the loop must be left; clears what it was for.
     pub fn take_attention(&self) -> bool {
-        self.cancels_seen.set(CANCELS.load(Ordering::Relaxed));
+        // Acquire: pairs with the Release in `cancel_somebody`. Who sees the count sees the request.
+        self.cancels_seen.set(CANCELS.load(Ordering::Acquire));
         self.attention.swap(0, Ordering::Relaxed) != 0
     }
 
@@ -114,5 +115,5 @@ impl Default for Waiter {
 
 /// Makes every waiter that polls leave its loop to test for cancellation.
 pub fn cancel_somebody() {
-    CANCELS.fetch_add(1, Ordering::Relaxed);
+    CANCELS.fetch_add(1, Ordering::Release);
 }

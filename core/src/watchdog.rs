@@ -12,7 +12,7 @@
 //! noting costs no locked instruction; where the kernel has none, noting takes a fence.
 
 use std::ptr;
-use std::sync::atomic::{fence, AtomicU32, AtomicU64, Ordering};
+use std::sync::atomic::{compiler_fence, fence, AtomicU32, AtomicU64, Ordering};
 use std::time::Duration;
 
 use crate::channel::{Channel, Watch};
@@ -44,7 +44,10 @@ pub fn configure(period: Duration, flip: Option<Duration>) {
 /// A request was noted: wakes the watchdog if it sleeps.
 #[inline(always)]
 pub(crate) fn noted() {
-    if !has_barrier() {
+    if has_barrier() {
+        // The barrier that pairs with this one is membarrier's, in `sleep`.
+        compiler_fence(Ordering::SeqCst);
+    } else {
         fence(Ordering::SeqCst);
     }
     if STATE.load(Ordering::Relaxed) == ASLEEP {
@@ -73,6 +76,7 @@ pub fn start() -> bool {
 
 fn spawn() -> bool {
     clock::calibrate();
+    idle::set_wake_cost(idle::WAKE);
     // The thread must take no signal of the application's. glibc keeps the two that it needs itself
     // (cancellation, setuid) out of every mask.
     // SAFETY: the sets are ours; a thread inherits the mask, which is put back.
@@ -177,7 +181,9 @@ fn sleep() {
         barrier();
     }
     fence(Ordering::SeqCst);
-    if look(false) != Watch::Quiet {
+    let mut needed = false;
+    Channel::each(|channel| needed |= channel.needs_watching());
+    if needed {
         STATE.store(AWAKE, Ordering::SeqCst);
         return;
     }

@@ -12,7 +12,7 @@ use std::ptr;
 use std::sync::Mutex;
 use std::time::Duration;
 
-use fastwake::channel::{Channel, Kick, CQS};
+use fastwake::channel::{Channel, Kick, CHANNELS, CQS};
 use fastwake::cq::{Cq, Peek, Provider};
 use fastwake::settings::{Idle, Serve};
 use fastwake::wait::{Policy, Wait};
@@ -299,6 +299,7 @@ impl Drop for Pair {
             account.forget();
             BELOW.lock().unwrap().get_or_insert_default().remove(&(real as usize));
         }
+        CHANNELS.remove(self.channel.real());
         self.channel.forget();
         // SAFETY: the two ends are ours.
         self.ends.iter().for_each(|&fd| unsafe {

@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 
 use fastwake::waiter::Waiter;
 
-use crate::signals::Deferred;
+use crate::signals::{self, Deferred};
 
 /// One per thread; constant-initialised, without a destructor, so that a signal handler may use it.
 pub(crate) struct Thread {
@@ -38,6 +38,19 @@ static KEY: AtomicU32 = AtomicU32::new(NO_KEY);
 #[inline(always)]
 pub(crate) fn with<R>(f: impl FnOnce(&Thread) -> R) -> R {
     THREAD.with(f)
+}
+
+/// Runs `f`, which takes locks, with signals put off; one that came happens afterwards.
+pub(crate) fn undisturbed(f: impl FnOnce()) {
+    with(|me| {
+        if me.waiter.is_polling() {
+            return f();
+        }
+        me.waiter.undisturbed(f);
+        if me.waiter.take_attention() {
+            signals::deliver(me);
+        }
+    });
 }
 
 /// Prepares for threads that end.

@@ -10,6 +10,7 @@ use fastwake::channel::Channel;
 
 use super::hooks;
 use crate::real::call_real;
+use crate::thread;
 
 hooks! {
     poll(libc) = poll_fds;
@@ -50,10 +51,12 @@ pub(super) fn forget(fd: c_int) {
 /// Runs `f` for the channel whose descriptor `fd` is, if it is one's.
 fn each_of(fd: c_int, f: impl Fn(&Channel)) {
     if bit(fd).is_some_and(|(word, bit)| word.load(Ordering::Relaxed) & bit != 0) {
-        Channel::each(|channel| {
-            if channel.fd() == fd {
-                f(channel);
-            }
+        thread::undisturbed(|| {
+            Channel::each(|channel| {
+                if channel.fd() == fd {
+                    f(channel);
+                }
+            });
         });
     }
 }

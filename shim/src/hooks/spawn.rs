@@ -9,11 +9,11 @@ use std::ffi::{c_char, c_int};
 use fastwake::channel::Channel;
 use redhook::{hook, real};
 
-use crate::process;
+use crate::{process, thread};
 
 fn settle() {
     if process::active() {
-        Channel::each(Channel::to_kernel);
+        thread::undisturbed(|| Channel::each(Channel::to_kernel));
     }
 }
 

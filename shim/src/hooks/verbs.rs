@@ -4,6 +4,8 @@
 use std::ffi::{c_int, c_uint, c_void};
 use std::ptr;
 
+use parking_lot::Mutex;
+
 use fastwake::channel::{AckCqEvents, Channel, GetCqEvent, CHANNELS, CQS};
 use fastwake::cq::Cq;
 use fastwake::wait::Wait;
@@ -55,6 +57,9 @@ unsafe extern "C" fn create_comp_channel(context: *mut ibv_context) -> *mut ibv_
 /// # Safety
 /// `channel` is live.
 unsafe fn account_of(channel: *mut ibv_comp_channel) -> Option<&'static Channel> {
+    // Two threads may make their first channels of one context at once.
+    static MAKING: Mutex<()> = Mutex::new(());
+    let _making = MAKING.lock();
     if let Some(account) = CHANNELS.get(channel) {
         return Some(account);
     }
@@ -78,17 +83,25 @@ unsafe extern "C" fn destroy_comp_channel(channel: *mut ibv_comp_channel) -> c_i
     let hook = &ibv_destroy_comp_channel::HOOK;
     let account = if hook.wanted() { CHANNELS.get(channel) } else { None };
     let errno = thread::errno();
-    if let Some(account) = account {
-        // The private CQ reports to the channel, too; the application does not know of it. With
-        // CQs of the application's own the call fails, and the private one is made anew when needed.
+    if let Some(account) = account.filter(|account| account.reporting() == 0) {
+        // The private CQ reports to the channel, too; the application does not know of it.
         drop(account.take_kick());
     }
     thread::set_errno(errno);
     let fd = account.map_or(-1, |account| account.fd());
-    let rc = call_real!(hook.real, fn(*mut ibv_comp_channel) -> c_int, (channel), libc::ENOSYS);
-    if let (0, Some(account)) = (rc, account) {
+    if account.is_some() {
+        // Before its address and descriptor can be another channel's.
+        CHANNELS.remove(channel);
         fds::forget(fd);
-        account.forget();
+    }
+    let rc = call_real!(hook.real, fn(*mut ibv_comp_channel) -> c_int, (channel), libc::ENOSYS);
+    if let Some(account) = account {
+        if rc == 0 {
+            account.forget();
+        } else {
+            CHANNELS.insert(channel, account);
+            fds::watch(account);
+        }
     }
     rc
 }
@@ -102,6 +115,7 @@ unsafe extern "C" fn close_device(context: *mut ibv_context) -> c_int {
             if unsafe { account.real().as_ref() }.is_some_and(|real| real.context == context) {
                 drop(account.take_kick());
                 fds::forget(account.fd());
+                CHANNELS.remove(account.real());
                 account.forget();
             }
         });
@@ -163,11 +177,13 @@ unsafe extern "C" fn destroy_cq(cq: *mut ibv_cq) -> c_int {
     let acknowledged = account.begin_destroy();
     // SAFETY: live until it is destroyed.
     unsafe { add_completed(cq, acknowledged.wrapping_sub(made)) };
+    // Before its address can be another CQ's.
+    CQS.remove(cq);
     let rc = destroy();
     if rc == 0 {
-        CQS.remove(cq);
         account.forget();
     } else {
+        CQS.insert(cq, account);
         // SAFETY: it was not destroyed.
         unsafe { add_completed(cq, made) };
         account.cancel_destroy();
@@ -352,9 +368,12 @@ fn wait_on(
                 // SAFETY: filled by a successful call.
                 let got = (rc == 0).then(|| unsafe { *cq });
                 let event = me.waiter.undisturbed(|| account.awake(&me.waiter, got));
-                if me.waiter.take_attention() {
-                    // It came after the kernel's event, as natively it may.
-                    signals::deliver(me);
+                // A signal that came after the kernel's event, as natively it may; with none it ends
+                // the wait.
+                let interrupted = me.waiter.take_attention() && signals::deliver(me);
+                if interrupted && rc == 0 && event.is_none() {
+                    thread::set_errno(libc::EINTR);
+                    return None;
                 }
                 if rc != 0 {
                     thread::set_errno(failed);
