@@ -123,7 +123,7 @@ impl Default for Inner {
 impl Inner {
     /// Whether kernel events may follow that nobody waits for.
     pub(crate) fn may_follow(&self) -> bool {
-        self.kicked || self.cqs.iter().any(|cq| cq.state().leftover())
+        self.kicked || self.cqs.iter().any(|cq| cq.may_follow())
     }
 }
 

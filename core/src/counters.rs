@@ -81,7 +81,7 @@ counters! {
     to_served,
     /// Channels that fell back to kernel mode.
     to_kernel,
-    /// Waits that went to the kernel because every lane of their cores had a waiter that polls.
+    /// Waits that went to the kernel because every seat of their lane had a waiter that polls.
     no_seat,
     /// Waits that went to the kernel because another thread waits on the same channel.
     shared_channel,

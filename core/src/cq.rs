@@ -86,15 +86,6 @@ unsafe impl Send for Cq {}
 
 static POOL: Pool<Cq> = Pool::new();
 
-/// What a look found.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Look {
-    /// An event; the request is answered.
-    Event,
-    /// None.
-    Nothing,
-}
-
 impl Default for Cq {
     fn default() -> Self {
         Cq {
@@ -240,11 +231,11 @@ impl Cq {
         })
     }
 
-    /// Looks for an event and takes it. Without anything asked or owed it costs one load.
+    /// Looks for an event and takes it; true where there was one. Without anything asked or owed it costs one load.
     #[inline(always)]
-    pub(crate) fn look(&self) -> Look {
+    pub(crate) fn look(&self) -> bool {
         if !self.worth_a_look() || (self.is_empty() && !self.event_seen()) || !self.lock.try_lock() {
-            return Look::Nothing;
+            return false;
         }
         // SAFETY: the lock is held.
         let inner = unsafe { &mut *self.inner.get() };
@@ -270,16 +261,16 @@ impl Cq {
 
     /// Takes an event that is owed or due.
     #[inline]
-    fn take(&self, inner: &mut Inner) -> Look {
-        if self.owed() > 0 && self.pay(inner) {
+    fn take(&self, inner: &mut Inner) -> bool {
+        if self.pay(inner) {
             // An older request's, whose event comes first.
         } else if self.arm().due(self.seen()) {
             self.set_arm(self.arm().answered());
         } else {
-            return Look::Nothing;
+            return false;
         }
         inner.made += 1;
-        Look::Event
+        true
     }
 
     /// Whether a look could find an event.
@@ -293,9 +284,9 @@ impl Cq {
         self.arm().noted() || self.owed() > 0
     }
 
-    /// The request and what the hardware holds, as seen without the lock.
-    pub(crate) fn state(&self) -> Arm {
-        self.arm()
+    /// Whether a kernel event may follow that nobody waits for.
+    pub(crate) fn may_follow(&self) -> bool {
+        self.arm().leftover()
     }
 
     /// Whether the kernel has an event for the application, or is about to.

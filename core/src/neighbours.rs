@@ -60,7 +60,7 @@ impl Neighbours {
         left == 0
     }
 
-    /// Whether the waiter should yield before its next look; `now` is asked for only if that matters.
+    /// Whether the waiter should yield before its next look.
     #[inline(always)]
     pub(crate) fn has_company(&self) -> bool {
         self.company.get() != 0

@@ -30,7 +30,7 @@ pub const TABLE: &[Setting] = &[
         "FW_MODE",
         "auto|dispatcher|affinity|off",
         "auto",
-        "How waits are served; off leaves the program untouched.",
+        "How waits are served; off leaves the program untouched. auto is dispatcher, until interrupts can be steered.",
     ),
     row("FW_CORES", "list such as 0-3,8", "all allowed", "Cores on which waiters may poll."),
     row("FW_IDLE", "auto|busy|yield|sleep", "auto", "What a waiter does while nothing completes."),
@@ -77,7 +77,7 @@ const fn row(name: &'static str, values: &'static str, default: &'static str, he
 pub enum Mode {
     /// Choose by what is measured.
     Auto,
-    /// Always dispatch in user space.
+    /// Serve waits in user space; what [`Mode::Auto`] comes to until interrupts can be steered.
     Dispatcher,
     /// Leave waits to the kernel, steer interrupts.
     Affinity,
@@ -103,7 +103,7 @@ pub enum Idle {
 pub enum Serve {
     /// Serve a channel once a thread really had to wait on it.
     Auto,
-    /// Serve every channel from its first arm.
+    /// Serve every channel from its first wait.
     Always,
     /// Never serve: every arm goes to the hardware.
     Never,

@@ -12,7 +12,7 @@ use rdma_sys::ibv_cq;
 use crate::channel::{poll_fd, Channel, Inner, Mode, Record, CQS};
 use crate::clock;
 use crate::counters::COUNTERS;
-use crate::cq::{Cq, Look};
+use crate::cq::Cq;
 use crate::lock::yield_core;
 use crate::settings::{Idle, Serve};
 use crate::waiter::Waiter;
@@ -320,7 +320,7 @@ fn sweep(inner: &mut Inner) -> Option<&'static Cq> {
     for _ in 0..count {
         let cq = inner.cqs[index];
         index = if index + 1 < count { index + 1 } else { 0 };
-        if cq.look() == Look::Event {
+        if cq.look() {
             inner.next = index;
             return Some(cq);
         }

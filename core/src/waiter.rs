@@ -13,9 +13,6 @@ use crate::channel::Channel;
 use crate::lane::SeatHint;
 use crate::neighbours::Neighbours;
 
-/// Something that the polling loop has to leave for.
-const SIGNAL: u32 = 1;
-
 /// Counts up whenever some thread is cancelled: a waiter that polls then tests for its own.
 static CANCELS: AtomicU32 = AtomicU32::new(0);
 
@@ -23,7 +20,8 @@ static CANCELS: AtomicU32 = AtomicU32::new(0);
 pub struct Waiter {
     /// Whether the thread is where no application code may run: in the polling loop, above all.
     polling: AtomicBool,
-    attention: AtomicU32,
+    /// A signal was put off.
+    attention: AtomicBool,
     cancels_seen: Cell<u32>,
     /// The channel whose count of sleepers holds this thread.
     asleep_on: AtomicPtr<Channel>,
@@ -38,7 +36,7 @@ impl Waiter {
     pub const fn new() -> Self {
         Waiter {
             polling: AtomicBool::new(false),
-            attention: AtomicU32::new(0),
+            attention: AtomicBool::new(false),
             cancels_seen: Cell::new(0),
             asleep_on: AtomicPtr::new(ptr::null_mut()),
             neighbours: Neighbours::new(),
@@ -66,21 +64,20 @@ impl Waiter {
 
     /// Tells the loop that a signal was put off. For signal handlers of this thread.
     pub fn raise_signal(&self) {
-        self.attention.store(SIGNAL, Ordering::Relaxed);
+        self.attention.store(true, Ordering::Relaxed);
     }
 
-    /// Whether the loop must be left; clears what it was for.
+    /// Whether a signal was put off; forgets it, and the cancellations seen so far.
     pub fn take_attention(&self) -> bool {
         // Acquire: pairs with the Release in `cancel_somebody`. Who sees the count sees the request.
         self.cancels_seen.set(CANCELS.load(Ordering::Acquire));
-        self.attention.swap(0, Ordering::Relaxed) != 0
+        self.attention.swap(false, Ordering::Relaxed)
     }
 
     /// Whether the loop must be left.
     #[inline(always)]
     pub fn wanted(&self) -> bool {
-        self.attention.load(Ordering::Relaxed) != 0
-            || self.cancels_seen.get() != CANCELS.load(Ordering::Relaxed)
+        self.attention.load(Ordering::Relaxed) || self.cancels_seen.get() != CANCELS.load(Ordering::Relaxed)
     }
 
     /// Counts this thread among the sleepers of `channel`.

@@ -29,7 +29,7 @@ static CREATE_QP: Real = Real::verbs(c"ibv_create_qp");
 static MODIFY_QP: Real = Real::verbs(c"ibv_modify_qp");
 static DESTROY_QP: Real = Real::verbs(c"ibv_destroy_qp");
 
-/// Work requests that may be outstanding; each is taken back when its event is read.
+/// Work requests that may be outstanding; each is taken back before the next.
 const DEPTH: u32 = 16;
 
 /// Times that a full send queue is tried again.

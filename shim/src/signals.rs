@@ -233,7 +233,8 @@ unsafe extern "C" fn trampoline(signal: c_int, info: *mut libc::siginfo_t, conte
 /// Lets a signal that was put off happen, if there is one. True where the wait ends with EINTR.
 /// The caller holds nothing: the handler may never return.
 pub(crate) fn deliver(thread: &Thread) -> bool {
-    // SAFETY: the signal handler that writes the slot cannot run: all signals are blocked.
+    // SAFETY: where a signal was put off all are blocked, and otherwise the thread is not polling:
+    // either way the handler does not write the slot now.
     let deferred = unsafe { &mut *thread.deferred.get() };
     let signal = std::mem::take(&mut deferred.signal);
     if signal == 0 {

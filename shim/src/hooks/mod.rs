@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT
 //! What is exported in place of libibverbs and libc.
 //!
-//! Every export is a jump through a slot. The slot first leads to the hook of that name; once it is
+//! Every export (but those of `dl` and `spawn`) is a jump through a slot. The slot first leads to the hook of that name; once it is
 //! settled that FastWake is off in this program it leads to the function below. A hook decides
 //! nothing: it asks whether FastWake is active, calls what does the work, or passes the call on.
 //!
