@@ -465,17 +465,6 @@ impl Channel {
         unwatched
     }
 
-    /// Puts back an event that was taken and cannot be delivered now.
-    pub(crate) fn put_back(&self, cq: &Cq) {
-        self.locked(|inner| {
-            cq.give_back();
-            if self.mode() == Mode::Kernel && !self.asleep() {
-                cq.settle();
-                self.kick_next(inner);
-            }
-        });
-    }
-
     /// One look of the watchdog; `act` where it looked once before, a moment ago.
     pub(crate) fn watch(&self, act: bool) -> Watch {
         if self.forced.load(Ordering::Relaxed) {

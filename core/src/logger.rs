@@ -29,6 +29,14 @@ struct Logger {
 
 static LOGGER: OnceCell<Logger> = OnceCell::new();
 
+/// Standard error as it was when the library was loaded. Later its number may mean something else.
+static STDERR: OnceCell<Option<(libc::dev_t, libc::ino_t)>> = OnceCell::new();
+
+/// Remembers what standard error is; to be called as early as can be. Later calls change nothing.
+pub fn remember_stderr() {
+    STDERR.get_or_init(|| identity(libc::STDERR_FILENO));
+}
+
 /// Starts the log of this process; `prefix` begins each line. Later calls change nothing.
 pub fn start(settings: &Settings, prefix: &'static str) {
     let logger = LOGGER.get_or_init(|| Logger {
@@ -85,13 +93,19 @@ struct Out {
 
 impl Out {
     fn stderr() -> Self {
-        Out { fd: libc::STDERR_FILENO, file: identity(libc::STDERR_FILENO) }
+        Out { fd: libc::STDERR_FILENO, file: *STDERR.get_or_init(|| identity(libc::STDERR_FILENO)) }
     }
 
     /// Opens `path` for appending; where that fails, standard error, with a line that says so.
     fn file(path: &Path) -> Self {
         let low = c_path(path).map_or(-1, |path| {
-            let flags = libc::O_WRONLY | libc::O_APPEND | libc::O_CREAT | libc::O_CLOEXEC | libc::O_NOCTTY;
+            // Not blocking, or a FIFO without a reader would keep the program from its start.
+            let flags = libc::O_WRONLY
+                | libc::O_APPEND
+                | libc::O_CREAT
+                | libc::O_CLOEXEC
+                | libc::O_NOCTTY
+                | libc::O_NONBLOCK;
             // SAFETY: a NUL-terminated path; open has no other precondition.
             unsafe { libc::open(path.as_ptr(), flags, 0o600) }
         });
@@ -129,10 +143,32 @@ impl Out {
             line.end();
             // Not write(), which is a cancellation point: the caller may hold locks.
             // SAFETY: the buffer holds `used` initialised bytes.
-            unsafe { libc::syscall(libc::SYS_write, self.fd, line.bytes.as_ptr(), line.used) };
+            without_sigpipe(|| unsafe {
+                libc::syscall(libc::SYS_write, self.fd, line.bytes.as_ptr(), line.used);
+            });
         }
         // SAFETY: as above.
         unsafe { *libc::__errno_location() = errno };
+    }
+}
+
+/// Runs `f`; a SIGPIPE that it causes is taken back, as the program did nothing to deserve it.
+fn without_sigpipe(f: impl FnOnce()) {
+    // SAFETY: sets of our own; the thread's mask is put back. A SIGPIPE that was pending before is
+    // the program's and stays.
+    unsafe {
+        let (mut pipe, mut old, mut pending) = (std::mem::zeroed(), std::mem::zeroed(), std::mem::zeroed());
+        libc::sigemptyset(&mut pipe);
+        libc::sigaddset(&mut pipe, libc::SIGPIPE);
+        libc::sigpending(&mut pending);
+        if libc::sigismember(&pending, libc::SIGPIPE) == 1 {
+            return f();
+        }
+        libc::pthread_sigmask(libc::SIG_BLOCK, &pipe, &mut old);
+        f();
+        let none = libc::timespec { tv_sec: 0, tv_nsec: 0 };
+        libc::sigtimedwait(&pipe, std::ptr::null_mut(), &none);
+        libc::pthread_sigmask(libc::SIG_SETMASK, &old, std::ptr::null_mut());
     }
 }
 

@@ -175,6 +175,17 @@ impl fmt::Display for SettingError {
 
 impl std::error::Error for SettingError {}
 
+impl Soft {
+    /// Reads the soft device's settings of this process, whatever the others are.
+    ///
+    /// # Errors
+    /// The first value that is not understood.
+    pub fn from_env() -> Result<Self, SettingError> {
+        let only_soft = |name: &str| name.starts_with("FW_SOFT_").then(|| std::env::var_os(name)).flatten();
+        Settings::from_lookup(|name| only_soft(name).map(OsString::into_vec)).map(|settings| settings.soft)
+    }
+}
+
 impl Settings {
     /// Reads the settings of this process.
     ///

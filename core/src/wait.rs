@@ -9,7 +9,7 @@ use std::sync::atomic::Ordering;
 
 use rdma_sys::ibv_cq;
 
-use crate::channel::{poll_fd, Channel, Inner, Mode, Record, CQS};
+use crate::channel::{poll_fd, Channel, Inner, Mode, Record};
 use crate::clock;
 use crate::counters::COUNTERS;
 use crate::cq::Cq;
@@ -53,8 +53,9 @@ pub enum Wait {
 }
 
 impl Channel {
-    /// Waits for an event. Signals are put off meanwhile; where one was, what the wait came to is
-    /// put back and [`Wait::Attention`] returned, because its handler may never come back.
+    /// Waits for an event. Signals are put off meanwhile; where one was, a wait that would sleep
+    /// comes back with [`Wait::Attention`] instead. An event is returned all the same: natively, too,
+    /// a read that has one returns it, and the handler runs then.
     #[inline]
     pub fn wait(&'static self, me: &Waiter, policy: Policy) -> Wait {
         let wait = me.undisturbed(|| {
@@ -65,8 +66,10 @@ impl Channel {
                 Mode::Gone => Wait::Gone,
             }
         });
-        if me.wanted() {
-            return me.undisturbed(|| self.undo(me, wait));
+        if me.wanted() && !matches!(wait, Wait::Event(_)) {
+            // It may have counted itself among the sleepers.
+            me.undisturbed(|| me.wake());
+            return Wait::Attention;
         }
         wait
     }
@@ -116,17 +119,6 @@ impl Channel {
         };
         seat.leave();
         wait
-    }
-
-    #[cold]
-    fn undo(&self, me: &Waiter, wait: Wait) -> Wait {
-        me.wake();
-        if let Wait::Event(real) = wait {
-            if let Some(cq) = CQS.get(real) {
-                self.put_back(cq);
-            }
-        }
-        Wait::Attention
     }
 
     /// Without a seat there is one look, and then sleep.

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT
 //! Whether FastWake is at work in this process, and with which settings.
 //!
-//! Nothing happens when the library is loaded: it also enters shells and taskset. The first call of
+//! Next to nothing happens when the library is loaded: it also enters shells and taskset. The first call of
 //! a verbs function reads the settings. From then on the process is active or off, and a forked
 //! child is off whatever its parent was: one word in a page that the kernel wipes on fork tells.
 
@@ -41,6 +41,16 @@ pub(crate) fn off() -> bool {
 pub(crate) fn policy() -> Policy {
     POLICY.get().copied().unwrap_or(Policy { serve: Serve::Never, idle: fastwake::settings::Idle::Auto })
 }
+
+/// Runs when the library is loaded, in every program: one system call, and nothing else.
+#[used]
+#[link_section = ".init_array"]
+static AT_LOAD: extern "C" fn() = {
+    extern "C" fn at_load() {
+        logger::remember_stderr();
+    }
+    at_load
+};
 
 /// The program uses verbs: settles, once, whether FastWake is active. True where it is.
 pub(crate) fn enter() -> bool {

@@ -203,13 +203,20 @@ unsafe extern "C" fn trampoline(signal: c_int, info: *mut libc::siginfo_t, conte
         let deferred = unsafe { &mut *thread.deferred.get() };
         // SAFETY: the context of the interrupted loop, whose mask the kernel puts back on return.
         let mask = unsafe { &raw mut (*context.cast::<libc::ucontext_t>()).uc_sigmask }.cast::<u64>();
-        deferred.signal = signal;
-        // SAFETY: `info` is the kernel's; the mask's first word is all of the kernel's mask.
-        unsafe {
-            deferred.info.write(ptr::read(info));
-            deferred.mask = mask.read();
-            mask.write(!GLIBC_OWN);
+        // SAFETY: the mask's first word is all of the kernel's mask.
+        let before = unsafe { mask.replace(!GLIBC_OWN) };
+        // Of several that come at once the last one's handler is entered first, and blocks all: this
+        // is an earlier one, whose context is the loop itself. It waits in the queue.
+        if deferred.signal != 0 {
+            if !queue_again(signal, info) {
+                lost(signal);
+            }
+        } else {
+            deferred.signal = signal;
+            // SAFETY: `info` is the kernel's.
+            deferred.info.write(unsafe { ptr::read(info) });
         }
+        deferred.mask = before;
         thread.waiter.raise_signal();
         true
     });
@@ -230,6 +237,35 @@ unsafe extern "C" fn trampoline(signal: c_int, info: *mut libc::siginfo_t, conte
     }
 }
 
+/// The flags with which the handler of `signal` is installed.
+fn flags(signal: c_int) -> c_int {
+    // SAFETY: a query, into an action that is valid as zeroes.
+    unsafe {
+        let mut action: libc::sigaction = std::mem::zeroed();
+        real_sigaction(signal, ptr::null(), &mut action);
+        action.sa_flags
+    }
+}
+
+/// Sends `signal` to this very thread once more, with what it brought. False where that failed.
+fn queue_again(signal: c_int, info: *mut libc::siginfo_t) -> bool {
+    // Without SA_SIGINFO the kernel did not say what the signal brought; nor will it now.
+    // SAFETY: the information is what the kernel gave; to itself a thread may send any.
+    unsafe {
+        let (pid, tid) = (libc::getpid(), libc::syscall(libc::SYS_gettid));
+        let sent = if flags(signal) & libc::SA_SIGINFO != 0 {
+            libc::syscall(libc::SYS_rt_tgsigqueueinfo, pid, tid, signal, info)
+        } else {
+            libc::syscall(libc::SYS_tgkill, pid, tid, signal)
+        };
+        sent == 0
+    }
+}
+
+fn lost(signal: c_int) {
+    log::error!("signal {signal} could not be queued again and is lost");
+}
+
 /// Lets a signal that was put off happen, if there is one. True where the wait ends with EINTR.
 /// The caller holds nothing: the handler may never return.
 pub(crate) fn deliver(thread: &Thread) -> bool {
@@ -242,22 +278,10 @@ pub(crate) fn deliver(thread: &Thread) -> bool {
     }
     COUNTERS.deferred_signals.add(1);
     let (mask, info) = (deferred.mask, deferred.info.as_mut_ptr());
-    // SAFETY: queries only.
-    let (restarts, queued) = unsafe {
-        let mut action: libc::sigaction = std::mem::zeroed();
-        real_sigaction(signal, ptr::null(), &mut action);
-        let restarts = action.sa_flags & libc::SA_RESTART != 0;
-        // Without SA_SIGINFO the kernel did not say what the signal brought; nor will it now.
-        let (pid, tid) = (libc::getpid(), libc::syscall(libc::SYS_gettid));
-        let queued = if action.sa_flags & libc::SA_SIGINFO != 0 {
-            libc::syscall(libc::SYS_rt_tgsigqueueinfo, pid, tid, signal, info)
-        } else {
-            libc::syscall(libc::SYS_tgkill, pid, tid, signal)
-        };
-        (restarts, queued == 0)
-    };
+    let restarts = flags(signal) & libc::SA_RESTART != 0;
+    let queued = queue_again(signal, info);
     if !queued {
-        log::error!("signal {signal} could not be queued again and is lost");
+        lost(signal);
     }
     // The handler runs inside this call.
     // SAFETY: the mask is the thread's own, as it was.

@@ -339,7 +339,7 @@ fn wait(
 ) -> Option<*mut ibv_cq> {
     let policy = process::policy();
     match account.wait(&me.waiter, policy) {
-        Wait::Event(event) => Some(event),
+        Wait::Event(event) if !me.waiter.wanted() => Some(event),
         other => wait_on(account, me, real, cq, other),
     }
 }
@@ -358,6 +358,9 @@ fn wait_on(
     loop {
         match next {
             Wait::Event(event) => {
+                // A signal that came with it does not end the wait.
+                me.waiter.take_attention();
+                signals::deliver(me);
                 thread::set_errno(errno);
                 return Some(event);
             }

@@ -12,7 +12,7 @@ use crate::progress::Progress;
 use crate::qp::Qp;
 use crate::say::say_once;
 use crate::segment::Segment;
-use fastwake::settings::{Settings, Soft};
+use fastwake::settings::Soft;
 use once_cell::sync::OnceCell;
 use parking_lot::Mutex;
 use std::collections::HashMap;
@@ -105,8 +105,8 @@ impl<T, const N: usize> Table<T, N> {
 /// The settings of the soft device; `None` where one of them is wrong, which is said.
 pub(crate) fn settings() -> Option<&'static Soft> {
     SETTINGS
-        .get_or_init(|| match Settings::from_env() {
-            Ok(settings) => Some(settings.soft),
+        .get_or_init(|| match Soft::from_env() {
+            Ok(soft) => Some(soft),
             Err(e) => {
                 say_once!("{e}; the device is not offered");
                 None
