@@ -154,7 +154,7 @@ impl Arm {
     }
 
     /// A kernel event was read. `seen` is the CQ's count after a look; `hint` is true where the
-    /// ring decides (served mode). Returns the new word and what becomes of the event.
+    /// ring decides. Returns the new word and what becomes of the event.
     pub fn record(self, seen: u64, hint: bool) -> (Arm, Verdict) {
         let left = self.left();
         if !self.has(APP) {

@@ -86,6 +86,8 @@ pub(crate) struct Inner {
     /// Where the next sweep begins.
     pub(crate) next: usize,
     kick: Option<Box<dyn Kick>>,
+    /// The channel was served at some time: kernel events may be late answers to older arms.
+    ever_served: bool,
     /// A kernel event was forced and is not read yet.
     pub(crate) kicked: bool,
     /// Waits in kernel mode, one after the other, that found their event there, and how many of
@@ -108,6 +110,7 @@ impl Default for Inner {
             cqs: Vec::new(),
             next: 0,
             kick: None,
+            ever_served: false,
             kicked: false,
             ready_waits: 0,
             ready_patience: READY_PATIENCE,
@@ -334,6 +337,7 @@ impl Channel {
                 return;
             }
             inner.hint_gap = 0;
+            inner.ever_served = true;
             self.set_mode(Mode::Served);
             COUNTERS.to_served.add(1);
         });
@@ -404,7 +408,11 @@ impl Channel {
             return brought.map_or(Record::Swallowed, Record::Forced);
         }
         let verdict = match CQS.get(real) {
-            Some(cq) => cq.record(self.is_served()),
+            Some(cq) => {
+                // What solicited requests did to the arm is not in the ring.
+                let ring_decides = inner.ever_served && !self.never.load(Ordering::Relaxed);
+                cq.record(self.is_served(), ring_decides)
+            }
             None => Verdict::Deliver,
         };
         if verdict == Verdict::Deliver {

@@ -337,21 +337,22 @@ impl Cq {
         self.locked(|inner| inner.kicked)
     }
 
-    /// A kernel event of this CQ was read; decides whether the application gets it. `hint` is true
-    /// on a served channel.
-    pub(crate) fn record(&self, hint: bool) -> Verdict {
+    /// A kernel event of this CQ was read; decides whether the application gets it. On a channel
+    /// that was never served it does; on any other the ring decides, because a device may look at
+    /// its arm late, and answer with an old completion an arm that was given to it since.
+    pub(crate) fn record(&self, served: bool, ring_decides: bool) -> Verdict {
         self.locked(|inner| {
             self.drain(inner);
             // In kernel mode the events of repeated requests come one by one; those for which one
             // was forced come from the private CQ.
-            if !hint && self.owed() > inner.kicked && self.arm().leftover() {
+            if !served && self.owed() > inner.kicked && self.arm().leftover() {
                 self.pay(inner);
                 self.set_arm(self.arm().one_read());
                 return Verdict::Deliver;
             }
-            let (arm, verdict) = self.arm().record(self.seen(), hint);
+            let (arm, verdict) = self.arm().record(self.seen(), ring_decides);
             self.set_arm(arm);
-            if verdict == Verdict::Swallow && !hint && arm.noted() {
+            if verdict == Verdict::Swallow && !served && arm.noted() {
                 // In kernel mode nobody looks: the hardware must stay armed, and what came before
                 // it was is given for the event that was read.
                 self.ring_noted(inner);

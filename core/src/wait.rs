@@ -285,9 +285,10 @@ impl Channel {
     /// The caller's real `ibv_get_cq_event` returned; `got` is the CQ whose event it read, if it
     /// did. Returns the CQ whose event the application gets.
     pub fn awake(&self, me: &Waiter, got: Option<*mut ibv_cq>) -> Option<*mut ibv_cq> {
-        me.wake();
-        let real = got?;
         self.locked(|inner| {
+            // Not before: who finds nobody asleep believes that nobody has read an event.
+            me.wake();
+            let real = got?;
             let served = self.is_served();
             let since = std::mem::take(&mut inner.asleep_since);
             if since != 0 {
