@@ -515,15 +515,22 @@ impl Channel {
         watch
     }
 
-    /// Takes the private CQ away, so that the channel can be destroyed; the caller drops it.
-    pub fn take_kick(&self) -> Option<Box<dyn Kick>> {
-        self.to_kernel();
+    /// The channel is about to be destroyed: from here on a waiter finds it gone, and nobody serves
+    /// it. Returns the private CQ, which reports to it, too, for the caller to drop.
+    pub fn retire(&self) -> Option<Box<dyn Kick>> {
         self.locked(|inner| {
+            self.to_kernel_locked(inner);
             while self.kick_missed(inner) {}
+            self.set_mode(Mode::Gone);
             inner.kicked = false;
             self.forced.store(false, Ordering::Relaxed);
             inner.kick.take()
         })
+    }
+
+    /// The channel was not destroyed after all.
+    pub fn revive(&self) {
+        self.locked(|_| self.set_mode(Mode::Kernel));
     }
 
     /// CQs that report to the channel, the private one not counted.
@@ -559,7 +566,7 @@ impl Channel {
     /// Shows `f` every channel that is not destroyed.
     pub fn each(mut f: impl FnMut(&'static Channel)) {
         POOL.each(|channel| {
-            if channel.mode() != Mode::Gone {
+            if !channel.real().is_null() {
                 f(channel);
             }
         });

@@ -291,7 +291,7 @@ impl Pair {
 
 impl Drop for Pair {
     fn drop(&mut self) {
-        drop(self.channel.take_kick());
+        drop(self.channel.retire());
         for (cq, account) in &mut self.cqs {
             let real: *mut ibv_cq = &mut **cq;
             CQS.remove(real);

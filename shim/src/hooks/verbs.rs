@@ -81,27 +81,24 @@ unsafe fn account_of(channel: *mut ibv_comp_channel) -> Option<&'static Channel>
 
 unsafe extern "C" fn destroy_comp_channel(channel: *mut ibv_comp_channel) -> c_int {
     let hook = &ibv_destroy_comp_channel::HOOK;
+    let destroy = || call_real!(hook.real, fn(*mut ibv_comp_channel) -> c_int, (channel), libc::ENOSYS);
     let account = if hook.wanted() { CHANNELS.get(channel) } else { None };
+    // With CQs of the application's own the call fails and changes nothing.
+    let Some(account) = account.filter(|account| account.reporting() == 0) else { return destroy() };
     let errno = thread::errno();
-    if let Some(account) = account.filter(|account| account.reporting() == 0) {
-        // The private CQ reports to the channel, too; the application does not know of it.
-        drop(account.take_kick());
-    }
+    let fd = account.fd();
+    // Before its address and descriptor can be another channel's.
+    CHANNELS.remove(channel);
+    fds::forget(fd);
+    drop(account.retire());
     thread::set_errno(errno);
-    let fd = account.map_or(-1, |account| account.fd());
-    if account.is_some() {
-        // Before its address and descriptor can be another channel's.
-        CHANNELS.remove(channel);
-        fds::forget(fd);
-    }
-    let rc = call_real!(hook.real, fn(*mut ibv_comp_channel) -> c_int, (channel), libc::ENOSYS);
-    if let Some(account) = account {
-        if rc == 0 {
-            account.forget();
-        } else {
-            CHANNELS.insert(channel, account);
-            fds::watch(account);
-        }
+    let rc = destroy();
+    if rc == 0 {
+        account.forget();
+    } else {
+        CHANNELS.insert(channel, account);
+        fds::watch(account);
+        account.revive();
     }
     rc
 }
@@ -113,7 +110,7 @@ unsafe extern "C" fn close_device(context: *mut ibv_context) -> c_int {
         Channel::each(|account| {
             // SAFETY: live, or it would not be shown.
             if unsafe { account.real().as_ref() }.is_some_and(|real| real.context == context) {
-                drop(account.take_kick());
+                drop(account.retire());
                 fds::forget(account.fd());
                 CHANNELS.remove(account.real());
                 account.forget();
