@@ -41,6 +41,9 @@ pub struct Provider {
     pub peek: Option<Peek>,
 }
 
+/// The bit of a work completion's opcode that says that it is a receive's (`IBV_WC_RECV`).
+const RECEIVED: u32 = 1 << 7;
+
 /// Completions taken from the provider at once.
 const BATCH: usize = 8;
 
@@ -69,6 +72,8 @@ pub struct Cq {
     owed: AtomicU32,
     /// Completions seen since the CQ was made: polled by the application, or kept. Changed as `arm`.
     seen: AtomicU64,
+    /// A completion of a receive was seen here.
+    receives: AtomicBool,
     /// The provider's, where it has one; null otherwise.
     peek: AtomicPtr<()>,
     inner: UnsafeCell<Inner>,
@@ -95,6 +100,7 @@ impl Default for Cq {
             arm: AtomicU64::new(0),
             owed: AtomicU32::new(0),
             seen: AtomicU64::new(0),
+            receives: AtomicBool::new(false),
             peek: AtomicPtr::new(ptr::null_mut()),
             inner: UnsafeCell::new(Inner::default()),
             noted: Counter::new(),
@@ -118,6 +124,7 @@ impl Cq {
             *inner = Inner { provider: Some(provider), room: stash_room(room), ..Inner::default() };
             cq.peek.store(provider.peek.map_or(ptr::null_mut(), |peek| peek as *mut ()), Ordering::Relaxed);
             cq.seen.store(0, Ordering::Relaxed);
+            cq.receives.store(false, Ordering::Relaxed);
             cq.real.store(real, Ordering::Relaxed);
         });
         cq
@@ -192,6 +199,8 @@ impl Cq {
             // SAFETY: the caller vouches for `wcs`; the CQ is live.
             let n = unsafe { inner.poll_real(self.real(), room, wcs) };
             self.saw(n.max(0) as u64);
+            // SAFETY: the provider filled the first `n`.
+            unsafe { self.note_receives(wcs, n.max(0) as usize) };
             n
         })
     }
@@ -412,11 +421,31 @@ impl Cq {
             // SAFETY: the place has that room; the CQ is live while its account is.
             let n = unsafe { inner.poll_real(self.real(), room as c_int, place) }.max(0) as usize;
             inner.stash.filled(n.min(room));
+            // SAFETY: the provider filled the first `n` of the place.
+            unsafe { self.note_receives(place, n.min(room)) };
             self.saw(n as u64);
             if n < room {
                 return true;
             }
         }
+    }
+
+    /// Notes whether there are receives among `n` completions.
+    ///
+    /// # Safety
+    /// `wcs` points to `n` completions.
+    #[inline(always)]
+    unsafe fn note_receives(&self, wcs: *const ibv_wc, n: usize) {
+        // SAFETY: as the caller says.
+        if !self.receives() && (0..n).any(|i| unsafe { (*wcs.add(i)).opcode } & RECEIVED != 0) {
+            self.receives.store(true, Ordering::Relaxed);
+        }
+    }
+
+    /// Whether completions of receives come here.
+    #[inline(always)]
+    pub(crate) fn receives(&self) -> bool {
+        self.receives.load(Ordering::Relaxed)
     }
 
     #[inline(always)]
