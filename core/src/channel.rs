@@ -123,13 +123,6 @@ impl Default for Inner {
     }
 }
 
-impl Inner {
-    /// Whether kernel events may follow that nobody waits for.
-    pub(crate) fn may_follow(&self) -> bool {
-        self.kicked || self.cqs.iter().any(|cq| cq.may_follow())
-    }
-}
-
 /// A completion channel.
 pub struct Channel {
     pub(crate) lock: Lock,
@@ -304,7 +297,10 @@ impl Channel {
         kick.settle();
         let private = kick.cq();
         self.acknowledge(inner, private);
-        inner.cqs.iter().find(|cq| cq.take_owed()).copied()
+        // In the order that a sweep keeps, too: see `crate::wait`.
+        let sends = inner.cqs.iter().filter(|cq| !cq.receives());
+        let receives = inner.cqs.iter().filter(|cq| cq.receives());
+        sends.chain(receives).find(|cq| cq.take_owed()).copied()
     }
 
     /// Finds out whether a bare read(2) took the forced kernel event: it is not there, and was not
@@ -361,10 +357,11 @@ impl Channel {
         if self.mode() != Mode::Served {
             return;
         }
-        // Kernel events that nobody waits for would make the descriptor readable for nothing.
+        // Kernel events that nobody waits for would make the descriptor readable for nothing, and the
+        // others would overtake those that are forced below.
         // Where a thread sleeps in the real call it reads them itself.
         let asleep = self.asleep();
-        while inner.may_follow() && !asleep {
+        while !asleep {
             match self.drain_kernel(inner) {
                 Some(cq) => cq.give_back(),
                 None => break,

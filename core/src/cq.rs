@@ -293,11 +293,6 @@ impl Cq {
         self.arm().noted() || self.owed() > 0
     }
 
-    /// Whether a kernel event may follow that nobody waits for.
-    pub(crate) fn may_follow(&self) -> bool {
-        self.arm().leftover()
-    }
-
     /// Whether the kernel has an event for the application, or is about to.
     pub(crate) fn kernel_event_ready(&self) -> bool {
         self.locked(|inner| {
