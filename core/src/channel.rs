@@ -361,10 +361,9 @@ impl Channel {
         // others would overtake those that are forced below.
         // Where a thread sleeps in the real call it reads them itself.
         let asleep = self.asleep();
-        while !asleep {
-            match self.drain_kernel(inner) {
-                Some(cq) => cq.give_back(),
-                None => break,
+        if !asleep {
+            while let Some(cq) = self.drain_kernel(inner) {
+                cq.give_back();
             }
         }
         // Before the CQs are settled, each under its lock: see `arms_hardware`.
