@@ -11,9 +11,10 @@ use std::ptr;
 use std::time::Duration;
 
 use criterion::{criterion_group, criterion_main, Criterion};
-use fastwake::channel::{Channel, Kick, CQS};
+use fastwake::channel::{Channel, CQS};
 use fastwake::clock;
 use fastwake::cq::{Cq, Provider};
+use fastwake::kernel_event::Kick;
 use fastwake::lock::enable_barrier;
 use fastwake::settings::{Idle, Serve};
 use fastwake::wait::{Policy, Wait};

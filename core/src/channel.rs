@@ -18,11 +18,11 @@ use std::sync::atomic::{AtomicBool, AtomicI32, AtomicPtr, AtomicU64, AtomicU8, O
 
 use rdma_sys::{ibv_comp_channel, ibv_cq};
 
-use crate::arm::Verdict;
 use crate::clock;
 use crate::counters::{Counter, COUNTERS};
 use crate::cq::Cq;
 use crate::idle::Expectation;
+use crate::kernel_event::{without_cancellation, Kick};
 use crate::lock::Lock;
 use crate::pool::Pool;
 use crate::table::Table;
@@ -47,17 +47,6 @@ pub static CHANNELS: Table<ibv_comp_channel, Channel> = Table::new();
 
 static POOL: Pool<Channel> = Pool::new();
 
-/// Makes the kernel report an event that the hardware does not: a private CQ on the channel, whose
-/// completions it can cause at will.
-pub trait Kick: Send {
-    /// Causes one kernel event of the private CQ; false where that failed.
-    fn kick(&mut self) -> bool;
-    /// Takes what an event of the private CQ left behind, after it was read.
-    fn settle(&mut self);
-    /// The private CQ.
-    fn cq(&self) -> *mut ibv_cq;
-}
-
 /// Who answers requests.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
@@ -70,24 +59,14 @@ pub(crate) enum Mode {
     Gone,
 }
 
-/// What is known of a kernel event that was read.
-pub(crate) enum Record {
-    /// The application's, as it came.
-    Native(*mut ibv_cq),
-    /// The application's, made by us and brought by the private CQ's event.
-    Forced(&'static Cq),
-    /// Nobody's.
-    Swallowed,
-}
-
 /// What is guarded by the lock.
 pub(crate) struct Inner {
     pub(crate) cqs: Vec<&'static Cq>,
     /// Where the next sweep begins.
     pub(crate) next: usize,
-    kick: Option<Box<dyn Kick>>,
+    pub(crate) kick: Option<Box<dyn Kick>>,
     /// The channel was served at some time: kernel events may be late answers to older arms.
-    ever_served: bool,
+    pub(crate) ever_served: bool,
     /// A kernel event was forced and is not read yet.
     pub(crate) kicked: bool,
     /// Waits in kernel mode, one after the other, that found their event there, and how many of
@@ -133,11 +112,11 @@ pub struct Channel {
     sleeping: AtomicI32,
     /// Never served: a CQ on it is out of our reach, solicited events are asked for, it is in an epoll
     /// set, or the private CQ could not be made.
-    never: AtomicBool,
+    pub(crate) never: AtomicBool,
     /// Not served before this time: several threads wait on it.
     not_before: AtomicU64,
     /// A kernel event was forced and may still be unread: the watchdog looks after it.
-    forced: AtomicBool,
+    pub(crate) forced: AtomicBool,
     /// Waits begun, so that the watchdog can tell a busy channel from a deserted one.
     pub(crate) waits: Counter,
     /// `waits` at the watchdog's last look.
@@ -289,32 +268,6 @@ impl Channel {
         self.to_kernel();
     }
 
-    /// The forced kernel event was read; returns the CQ whose event it brought, if one still waited.
-    fn kick_read(&self, inner: &mut Inner) -> Option<&'static Cq> {
-        inner.kicked = false;
-        self.forced.store(false, Ordering::Relaxed);
-        let kick = inner.kick.as_mut()?;
-        kick.settle();
-        let private = kick.cq();
-        self.acknowledge(inner, private);
-        // In the order that a sweep keeps, too: see `crate::wait`.
-        let sends = inner.cqs.iter().filter(|cq| !cq.receives());
-        let receives = inner.cqs.iter().filter(|cq| cq.receives());
-        sends.chain(receives).find(|cq| cq.take_owed()).copied()
-    }
-
-    /// Finds out whether a bare read(2) took the forced kernel event: it is not there, and was not
-    /// read here. The application had its event, and acknowledges it.
-    fn kick_missed(&self, inner: &mut Inner) -> bool {
-        // A thread counted asleep may have read it and not come to say so.
-        let missed = inner.kicked && !self.asleep() && !is_readable(self.fd());
-        if missed {
-            self.kick_read(inner);
-            self.kick_next(inner);
-        }
-        missed
-    }
-
     /// Starts to serve the channel, if that can be done now. `make_kick` makes the private CQ where
     /// there is none yet; without it the channel is never served.
     pub fn serve(&self, make_kick: impl FnOnce(*mut ibv_comp_channel) -> Option<Box<dyn Kick>>) {
@@ -378,78 +331,6 @@ impl Channel {
         }
         inner.cqs.iter().for_each(|cq| cq.settle());
         self.kick_next(inner);
-    }
-
-    /// Forces a kernel event if one is needed and none is unread. One at a time: hardware with arm
-    /// sequence numbers takes no second arm of a CQ before the event of the first was read.
-    fn kick_next(&self, inner: &mut Inner) {
-        let needed = !inner.kicked && inner.cqs.iter().any(|cq| cq.kicked() > 0);
-        let Some(kick) = inner.kick.as_mut().filter(|_| needed) else { return };
-        inner.kicked = kick.kick();
-        self.forced.store(inner.kicked, Ordering::Relaxed);
-        if inner.kicked {
-            COUNTERS.kicks.add(1);
-            watchdog::noted();
-        } else {
-            log::error!("a kernel event could not be forced; a completion channel may miss a wake-up");
-        }
-    }
-
-    /// Decides whose a kernel event of the CQ `real` is, and acknowledges it unless it is the
-    /// application's.
-    pub(crate) fn record(&self, inner: &mut Inner, real: *mut ibv_cq) -> Record {
-        if inner.kick.as_ref().is_some_and(|kick| kick.cq() == real) {
-            let brought = self.kick_read(inner);
-            self.kick_next(inner);
-            return brought.map_or(Record::Swallowed, Record::Forced);
-        }
-        let verdict = match CQS.get(real) {
-            Some(cq) => {
-                // What solicited requests did to the arm is not in the ring.
-                let ring_decides = inner.ever_served && !self.never.load(Ordering::Relaxed);
-                cq.record(self.is_served(), ring_decides)
-            }
-            None => Verdict::Deliver,
-        };
-        if verdict == Verdict::Deliver {
-            return Record::Native(real);
-        }
-        COUNTERS.hints.add(1);
-        self.acknowledge(inner, real);
-        Record::Swallowed
-    }
-
-    /// Reads the kernel events that are there and swallows them, up to the first that the
-    /// application gets. The events of a served channel are only hints, so it may be put back.
-    pub(crate) fn drain_kernel(&self, inner: &mut Inner) -> Option<&'static Cq> {
-        while is_readable(self.fd()) {
-            let (get, _) = inner.below?;
-            let (mut real, mut context) = (ptr::null_mut(), ptr::null_mut());
-            // A thread cancelled in here would leave the lock behind.
-            // SAFETY: the channel is live while its account is, and the lock keeps it.
-            if without_cancellation(|| unsafe { get(self.real(), &mut real, &mut context) }) != 0 {
-                return None;
-            }
-            match self.record(inner, real) {
-                Record::Native(real) => {
-                    // One of ours from here on, that the kernel does not know of.
-                    self.acknowledge(inner, real);
-                    let cq = CQS.get(real)?;
-                    cq.count_made();
-                    return Some(cq);
-                }
-                Record::Forced(cq) => return Some(cq),
-                Record::Swallowed => {}
-            }
-        }
-        None
-    }
-
-    pub(crate) fn acknowledge(&self, inner: &Inner, real: *mut ibv_cq) {
-        if let Some((_, ack)) = inner.below {
-            // SAFETY: an event of this CQ was read, so the CQ cannot go before it is acknowledged.
-            unsafe { ack(real, 1) };
-        }
     }
 
     /// Whether the watchdog must stay awake for this channel.
@@ -583,32 +464,4 @@ pub(crate) enum Watch {
     Busy,
     /// Not watched right now, and not known for how long: to be looked at again soon.
     Deserted,
-}
-
-/// Runs `f`, whose system calls may be cancellation points, with cancellation put off.
-fn without_cancellation<R>(f: impl FnOnce() -> R) -> R {
-    extern "C" {
-        fn pthread_setcancelstate(state: c_int, old: *mut c_int) -> c_int;
-    }
-    const DISABLE: c_int = 1;
-    let mut old = 0;
-    // SAFETY: room for the old state.
-    unsafe { pthread_setcancelstate(DISABLE, &mut old) };
-    let result = f();
-    // SAFETY: as above.
-    unsafe { pthread_setcancelstate(old, &mut old) };
-    result
-}
-
-/// What poll(2) says of `fd` at once, past the hook of that name: this is our own question.
-pub(crate) fn poll_fd(fd: c_int) -> i16 {
-    let mut poll = libc::pollfd { fd, events: libc::POLLIN, revents: 0 };
-    let zero = libc::timespec { tv_sec: 0, tv_nsec: 0 };
-    // SAFETY: one pollfd, a time-out of nothing, no signal mask.
-    unsafe { libc::syscall(libc::SYS_ppoll, &mut poll, 1, &zero, ptr::null::<u64>(), 8) };
-    poll.revents
-}
-
-fn is_readable(fd: c_int) -> bool {
-    poll_fd(fd) & libc::POLLIN != 0
 }

@@ -9,6 +9,7 @@ pub mod context;
 pub mod counters;
 pub mod cq;
 pub mod idle;
+pub mod kernel_event;
 pub mod lane;
 pub mod lock;
 pub mod logger;

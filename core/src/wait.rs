@@ -9,10 +9,11 @@ use std::sync::atomic::Ordering;
 
 use rdma_sys::ibv_cq;
 
-use crate::channel::{poll_fd, Channel, Inner, Mode, Record};
+use crate::channel::{Channel, Inner, Mode};
 use crate::clock;
 use crate::counters::COUNTERS;
 use crate::cq::Cq;
+use crate::kernel_event::{poll_fd, Record};
 use crate::lock::yield_core;
 use crate::settings::{Idle, Serve};
 use crate::waiter::Waiter;

@@ -12,8 +12,9 @@ use std::ptr;
 use std::sync::Mutex;
 use std::time::Duration;
 
-use fastwake::channel::{Channel, Kick, CHANNELS, CQS};
+use fastwake::channel::{Channel, CHANNELS, CQS};
 use fastwake::cq::{Cq, Peek, Provider};
+use fastwake::kernel_event::Kick;
 use fastwake::settings::{Idle, Serve};
 use fastwake::wait::{Policy, Wait};
 use fastwake::waiter::Waiter;

@@ -10,8 +10,8 @@ use std::ffi::{c_int, c_void};
 use std::mem::MaybeUninit;
 use std::ptr;
 
-use fastwake::channel::Kick;
 use fastwake::cq::{PollCq, ReqNotifyCq};
+use fastwake::kernel_event::Kick;
 use fastwake::lock::yield_core;
 use rdma_sys::{
     ibv_comp_channel, ibv_context, ibv_cq, ibv_pd, ibv_qp, ibv_qp_attr, ibv_qp_attr_mask, ibv_qp_init_attr,
