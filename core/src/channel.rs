@@ -115,6 +115,9 @@ pub struct Channel {
     pub(crate) never: AtomicBool,
     /// Not served before this time: several threads wait on it.
     not_before: AtomicU64,
+    /// CQs that are being destroyed: the kernel drops their unread events, so that what was seen on the
+    /// descriptor may be gone, and a read would wait.
+    pub(crate) dropping: AtomicI32,
     /// A kernel event was forced and may still be unread: the watchdog looks after it.
     pub(crate) forced: AtomicBool,
     /// Waits begun, so that the watchdog can tell a busy channel from a deserted one.
@@ -140,6 +143,7 @@ impl Default for Channel {
             sleeping: AtomicI32::new(0),
             never: AtomicBool::new(false),
             not_before: AtomicU64::new(0),
+            dropping: AtomicI32::new(0),
             forced: AtomicBool::new(false),
             waits: Counter::new(),
             deserted_at: AtomicU64::new(u64::MAX),
@@ -238,13 +242,21 @@ impl Channel {
         self.locked(|inner| inner.cqs.push(cq));
     }
 
-    /// Takes a CQ out: afterwards no look touches its ring.
+    /// Takes a CQ out that is to be destroyed: afterwards no look touches its ring, and nobody reads the
+    /// channel's events but who would wait for them, until [`Channel::removed`].
     pub fn remove(&self, cq: &Cq) {
         self.locked(|inner| {
             while self.kick_missed(inner) {}
+            // Under the lock that every such read holds.
+            self.dropping.fetch_add(1, Ordering::Relaxed);
             inner.cqs.retain(|other| !ptr::eq(*other, cq));
             inner.next = 0;
         });
+    }
+
+    /// The CQ that was taken out was destroyed, or was not.
+    pub fn removed(&self) {
+        self.dropping.fetch_sub(1, Ordering::Relaxed);
     }
 
     /// Never serves this channel: something is asked of it that looks cannot answer.

@@ -73,7 +73,10 @@ impl Channel {
     /// read here. The application had its event, and acknowledges it.
     pub(crate) fn kick_missed(&self, inner: &mut Inner) -> bool {
         // A thread counted asleep may have read it and not come to say so.
-        let missed = inner.kicked && !self.asleep() && !is_readable(self.fd());
+        let missed = inner.kicked
+            && !self.asleep()
+            && self.dropping.load(Ordering::Relaxed) == 0
+            && !is_readable(self.fd());
         if missed {
             self.kick_read(inner);
             self.kick_next(inner);
@@ -108,7 +111,7 @@ impl Channel {
     /// Reads the kernel events that are there and swallows them, up to the first that the
     /// application gets. The events of a served channel are only hints, so it may be put back.
     pub(crate) fn drain_kernel(&self, inner: &mut Inner) -> Option<&'static Cq> {
-        while is_readable(self.fd()) {
+        while self.dropping.load(Ordering::Relaxed) == 0 && is_readable(self.fd()) {
             let (get, _) = inner.below?;
             let (mut real, mut context) = (ptr::null_mut(), ptr::null_mut());
             // A thread cancelled in here would leave the lock behind.

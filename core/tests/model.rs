@@ -297,6 +297,7 @@ impl Drop for Pair {
             let real: *mut ibv_cq = &mut **cq;
             CQS.remove(real);
             self.channel.remove(account);
+            self.channel.removed();
             account.forget();
             BELOW.lock().unwrap().get_or_insert_default().remove(&(real as usize));
         }

@@ -177,6 +177,9 @@ unsafe extern "C" fn destroy_cq(cq: *mut ibv_cq) -> c_int {
     // Before its address can be another CQ's.
     CQS.remove(cq);
     let rc = destroy();
+    if let Some(channel) = channel {
+        channel.removed();
+    }
     if rc == 0 {
         account.forget();
     } else {
