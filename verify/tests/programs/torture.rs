@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT
-//! Stock event-mode programs under the shim for a long time, with pauses, kills and forced flips of
-//! mode at random: no wake-up is lost. 10 seconds, or 30 minutes with `FASTWAKE_LONG=1`.
+//! Stock event-mode programs under the shim for a long time, with pauses and kills at random: no
+//! wake-up is lost. 10 seconds, or with `FASTWAKE_LONG=1` 30 minutes and forced flips of mode, too.
 
 use std::time::{Duration, Instant};
 
@@ -36,7 +36,7 @@ fn no_wake_up_is_lost_through_pauses_kills_and_flips() {
     let (mut whole, mut killed, mut flips) = (0, 0, 0);
     while Instant::now() < end {
         let test = TESTS[random.below(TESTS.len() as u64) as usize];
-        let flip = [0, 200, 1_000, 10_000][random.below(4) as usize].to_string();
+        let flip = if long { [0, 200, 1_000, 10_000][random.below(4) as usize] } else { 0 }.to_string();
         let serve = ["auto", "always"][random.below(2) as usize];
         let settings = [("FW_SERVE", serve), ("FW_FLIP_US", flip.as_str())];
         let port = free_port();
@@ -84,5 +84,5 @@ fn no_wake_up_is_lost_through_pauses_kills_and_flips() {
         }
     }
     println!("{whole} pairs to their end, {killed} with a side killed, {flips} times back to the kernel");
-    assert!(whole > 2 && flips > 10, "{whole} pairs, {flips} flips: too few to tell");
+    assert!(whole > 2 && (flips > 10 || !long), "{whole} pairs, {flips} flips: too few to tell");
 }
